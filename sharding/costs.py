@@ -1,0 +1,133 @@
+"""What a split costs: bytes held, replicated, read per decode step, and in memory while it loads.
+
+All of it is arithmetic on shapes of unevaluated models. Reading is counted per decode step of the whole
+batch: every weight once, but for lookups (one row a sequence) and stacked experts, of which a batch of B
+sequences with k of E experts each touches E * (1 - (1 - k/E)^B) in the mean when routing is even; at
+batch 1 that is k exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from sharding.placement import Cut
+from sharding.plan import Plan
+from sharding.tree import LAYER
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One array of the whole model.
+
+    Attributes:
+        path: Dotted path.
+        shape: Its shape.
+        nbytes: Its size in bytes.
+        count: Logical parameters it holds: unpacked, and none for scales of a quantised weight.
+        lookup: Rows of a table of which a step reads one a sequence; 0 where it reads everything.
+        experts: Stacked experts; 0 where it is not a stack.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    nbytes: int
+    count: int
+    lookup: int
+    experts: int
+
+    def fraction(self, batch: int, top_k: int) -> float:
+        """The share of the array that one decode step reads."""
+        if self.lookup:
+            return min(1.0, batch / self.lookup)
+        if self.experts and top_k:
+            return 1 - (1 - min(1.0, top_k / self.experts)) ** batch
+        return 1.0
+
+
+def parameters(model: nn.Module, integers: Mapping[str, str] | None = None) -> list[Parameter]:
+    """Every array of a model.
+
+    Args:
+        model: Unevaluated is enough.
+        integers: Names of integer lookup tables (see `Family.integers`).
+    """
+    found = []
+    tied = not any(path.endswith("lm_head") for path, _ in model.named_modules())
+    for path, module in model.named_modules():
+        kind = type(module).__name__
+        packed = "scales" in module and hasattr(module, "bits")
+        for name, value in module.items():
+            if not isinstance(value, mx.array) or name.startswith("_"):
+                continue
+            if packed and name == "weight":
+                count = value.size * 32 // module.bits
+            else:
+                count = 0 if packed and name in ("scales", "biases") else value.size
+            is_lookup = ("Embedding" in kind and not tied) or name in (integers or {})
+            found.append(
+                Parameter(
+                    path=f"{path}.{name}" if path else name,
+                    shape=tuple(value.shape),
+                    nbytes=value.nbytes,
+                    count=count,
+                    lookup=value.shape[0] if is_lookup else 0,
+                    experts=value.shape[0] if "Switch" in kind and value.ndim > 1 else 0,
+                )
+            )
+    return found
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Weight bytes of one rank.
+
+    Attributes:
+        held: Bytes held.
+        replicated: Bytes of arrays that every rank holds whole (0 at world size 1).
+        read: Bytes read in one decode step of the batch.
+        load_peak: Bytes at the worst moment of loading.
+    """
+
+    held: int
+    replicated: int
+    read: int
+    load_peak: int
+
+
+def planned_weights(whole: list[Parameter], plan: Plan, batch: int, top_k: int) -> Weights:
+    """One rank's bytes under a plan; shares are equal, so it is every rank's."""
+    shares = {
+        p.path: p.nbytes // plan.ranks if isinstance(plan.cuts[p.path], Cut) else p.nbytes for p in whole
+    }
+    return _weights(whole, whole, shares, plan.ranks, batch, top_k)
+
+
+def measured_weights(
+    whole: list[Parameter], own: list[Parameter], ranks: int, batch: int, top_k: int
+) -> Weights:
+    """One rank's bytes, from the arrays that foreign code left it."""
+    return _weights(whole, own, {p.path: p.nbytes for p in own}, ranks, batch, top_k)
+
+
+def _weights(
+    whole: list[Parameter], own: list[Parameter], shares: dict[str, int], ranks: int, batch: int, top_k: int
+) -> Weights:
+    full = {p.path: p.nbytes for p in whole}
+    held = sum(shares.values())
+    kept = sum(nbytes for path, nbytes in shares.items() if nbytes == full.get(path.replace(".inner.", ".")))
+    per_stage: dict[str, int] = {}
+    for p in whole:
+        if shares.get(p.path) != p.nbytes:
+            match = LAYER.search(p.path)
+            stage = p.path[: match.end()] if match else ""
+            per_stage[stage] = per_stage.get(stage, 0) + p.nbytes
+    return Weights(
+        held=held,
+        replicated=kept if ranks > 1 else 0,
+        read=round(sum(shares[p.path] * p.fraction(batch, top_k) for p in own)),
+        load_peak=held + max(per_stage.values(), default=0) if ranks > 1 else held,
+    )

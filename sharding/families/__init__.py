@@ -1,0 +1,1 @@
+"""One file per model family, named after its `model_type`; each is mostly tables."""

@@ -1,0 +1,145 @@
+"""A model whole or as one rank's share, from a checkpoint or from random weights, layer by layer.
+
+Everything stays unevaluated until `settle` evaluates it one layer at a time. A whole array lives only while
+its layer is evaluated, so the peak is one rank's share plus one layer.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from sharding import models, weights
+from sharding.errors import BadRequest
+from sharding.families.registry import family_of
+from sharding.source import DTYPES, QUANTISATIONS, Source
+from sharding.tree import LAYER, at, parameters_of, stages
+
+
+def lazy(source: Source, *, values: bool = True) -> nn.Module:
+    """The whole model, unevaluated.
+
+    Args:
+        source: What to build.
+        values: Whether weights matter; without them only shapes and dtypes do (for plans).
+
+    Raises:
+        BadRequest: The checkpoint does not fit its config.
+    """
+    model = models.build(source.config)
+    if source.folder is not None and values:
+        _load_checkpoint(model, source)
+        weights.cast(model, DTYPES[source.dtype])
+    else:
+        if values:
+            family = family_of(source.model_type)
+            weights.randomize(model, source.seed, family.integers if family else {})
+        weights.cast(model, DTYPES[source.dtype])
+        if settings := source.config.get("quantization"):
+            quantize(model, settings)
+    if source.quantize:
+        quantize(model, QUANTISATIONS[source.quantize])
+    model.eval()
+    return model
+
+
+def quantize(model: nn.Module, settings: dict[str, Any], present: set[str] | None = None) -> None:
+    """Quantise in place as mlx-lm reads `config["quantization"]`: defaults, and overrides by module path.
+
+    Args:
+        model: Float model.
+        settings: `group_size`, `bits`, `mode`, and per-module dictionaries or False.
+        present: Parameter paths of a checkpoint; a module is quantised where it has `scales` there.
+    """
+    group_size = settings["group_size"]
+
+    def choose(path: str, module: nn.Module) -> bool | dict[str, Any]:
+        if path in settings:
+            return settings[path]
+        if not hasattr(module, "to_quantized"):
+            return False
+        if present is not None:
+            return f"{path}.scales" in present
+        return bool(module["weight"].shape[-1] % group_size == 0)
+
+    try:
+        nn.quantize(
+            model,
+            group_size=group_size,
+            bits=settings["bits"],
+            mode=settings.get("mode", "affine"),
+            class_predicate=choose,
+        )
+    except (ValueError, KeyError, TypeError) as error:
+        raise BadRequest(f"quantization {settings}: the model can't be quantised so ({error})") from error
+
+
+def read_tensors(folder: Path) -> dict[str, mx.array]:
+    """All tensors of a checkpoint folder, unevaluated: the shards its index names, or every safetensors file."""
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise BadRequest(
+                f"{index}: not an index of shards ({error}); fetch the checkpoint again"
+            ) from None
+    else:
+        names = sorted(path.name for path in folder.glob("*.safetensors"))
+    tensors: dict[str, mx.array] = {}
+    for name in names:
+        try:
+            tensors.update(cast("dict[str, mx.array]", mx.load(str(folder / name))))
+        except (RuntimeError, OSError, ValueError) as error:
+            raise BadRequest(
+                f"{folder / name}: can't be read ({error}); fetch the checkpoint again"
+            ) from None
+    return tensors
+
+
+def _load_checkpoint(model: nn.Module, source: Source) -> None:
+    folder = Path(source.folder or "")
+    tensors = {name.removeprefix("language_model."): value for name, value in read_tensors(folder).items()}
+    if source.kept is not None:
+        tensors = _renumber(tensors, source.kept)
+    if hasattr(model, "sanitize"):
+        tensors = model.sanitize(tensors)
+    if settings := source.config.get("quantization"):
+        quantize(model, settings, present=set(tensors))
+    expected = {path: tuple(value.shape) for path, value in parameters_of(model).items()}
+    missing = sorted(set(expected) - set(tensors))
+    extra = sorted(set(tensors) - set(expected))
+    shapes = [p for p in expected if p in tensors and tuple(tensors[p].shape) != expected[p]]
+    for names, what in ((missing, "lacks"), (extra, "has unknown"), (shapes, "has wrongly shaped")):
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise BadRequest(
+                f"{folder}: the checkpoint {what} {names[0]}{more}; its config.json does not describe these weights"
+            )
+    model.load_weights(list(tensors.items()))
+
+
+def _renumber(tensors: dict[str, mx.array], kept: tuple[int, ...]) -> dict[str, mx.array]:
+    """Keep the tensors of the layers `kept`, under their new numbers."""
+    new = {old: number for number, old in enumerate(kept)}
+    result = {}
+    for name, value in tensors.items():
+        match = LAYER.search(name)
+        if match is None:
+            result[name] = value
+        elif int(match["number"]) in new:
+            result[
+                f"{name[: match.start()]}{match['head']}{new[int(match['number'])]}{name[match.end() :]}"
+            ] = value
+    return result
+
+
+def settle(model: nn.Module) -> None:
+    """Evaluate the model one layer at a time, freeing what each layer was made from."""
+    for paths in stages(model):
+        mx.eval([at(model, path) for path in paths])
+        mx.clear_cache()

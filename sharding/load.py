@@ -83,7 +83,8 @@ def read_tensors(folder: Path) -> dict[str, mx.array]:
     index = folder / "model.safetensors.index.json"
     if index.exists():
         try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            names = sorted({str(name) for name in weight_map.values()})
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise BadRequest(
                 f"{index}: not an index of shards ({error}); fetch the checkpoint again"

@@ -119,8 +119,8 @@ def build(config: dict[str, Any]) -> nn.Module:
     """
     model_type = config["model_type"]
     module = import_model_module(model_module(model_type))
-    make = getattr(module, "Model", None) or module.LanguageModel
     try:
+        make = getattr(module, "Model", None) or module.LanguageModel
         model: nn.Module = make(argument_class(config).from_dict(config))
     except Exception as error:  # The model's own code decides what it refuses, and with which exception.
         raise BadRequest(

@@ -215,8 +215,7 @@ class Split(Placement):
                 # (see collectives), or by rank 0 alone where the block sums.
                 after_sum = None if "sum_output" in self.reduce else Once()
                 cuts[name] = Cut(-1, cut.units, cut.runs) if self.axis == OUT else after_sum
-            else:
-                raise ValueError(f"{leaf.path}.{name}: not a parameter of a linear layer")
+            # Anything else is no parameter of a linear layer: left unclaimed, so that the plan refuses it by name.
         return cuts
 
     @staticmethod
@@ -238,9 +237,8 @@ class Split(Placement):
         if self.axis == IN and isinstance(leaf.module, nn.Module) and "scales" in leaf.module:
             group, share = leaf.module.group_size, size // cut.runs // ranks
             if share % group:
-                works = [
-                    n for n in range(2, size // cut.runs // group + 1) if (size // cut.runs // group) % n == 0
-                ]
+                groups = size // cut.runs // group
+                works = [n for n in range(2, groups + 1) if groups % n == 0 and per_run % n == 0]
                 return [
                     (
                         f"{leaf.path}: {share} inputs a rank would cut a quantisation group of {group} "

@@ -80,6 +80,8 @@ def make_plan(
     Raises:
         Rejected: With every reason why this model can't be split this way.
     """
+    if ranks < 1:
+        raise ValueError(f"a plan is for at least 1 rank, not {ranks}")
     tables = {block.cls: block for block in blocks}
     hosts = modules_of(model, list(tables), module)
     parameters = parameters_of(model)

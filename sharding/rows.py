@@ -16,7 +16,7 @@ import mlx.core as mx
 
 from sharding import costs, load
 from sharding.apply import shard
-from sharding.errors import Rejected
+from sharding.errors import BadRequest, Rejected
 from sharding.families.registry import family_of
 from sharding.source import DTYPES, Source
 from sharding.strategies import Strategy
@@ -115,6 +115,7 @@ class _Planner:
             "traced": strategy.foreign,
             "parameters": sum(p.count for p in self.whole),
         }
+        self._step_of_whole(batch)  # a model that doesn't run whole has no plan
         try:
             if strategy.foreign and ranks > 1:
                 return self._traced(strategy, ranks, batch, context, common)
@@ -185,7 +186,14 @@ class _Planner:
     def _step_of_whole(self, batch: int) -> StepTrace:
         if batch not in self._steps:
             with tracing(StandInGroup(0, 1)) as recording:
-                self._steps[batch] = trace_step(self.model, recording, batch)
+                try:
+                    self._steps[batch] = trace_step(self.model, recording, batch)
+                except Exception as error:  # Whatever the model's own code raises on shapes that don't fit.
+                    line = " ".join(str(error).split())
+                    raise BadRequest(
+                        f"{self.source.label}: the whole model's own forward pass fails ({type(error).__name__}: "
+                        f"{line}); its config is not consistent"
+                    ) from error
         return self._steps[batch]
 
     def _cache_bytes(self, step: StepTrace, batch: int, context: int) -> int:

@@ -51,6 +51,12 @@ class Strategy:
         return self.table is None
 
     @property
+    def expected(self) -> str:
+        """The outcome that a check of it is known to have: "ok", or "wrong" where upstream has a known fault."""
+        family = family_of(self.model_type)
+        return "wrong" if family and self.name in family.known_wrong else "ok"
+
+    @property
     def users_own(self) -> bool:
         """Whether it is a `package.module:function`."""
         return ":" in self.name
@@ -141,7 +147,10 @@ def _import(name: str) -> ShardFunction:
         function: Any = importlib.import_module(dotted)
         for part in attribute.split("."):
             function = getattr(function, part)
-    except Exception as error:  # Foreign modules may raise anything on import.
+    except (
+        Exception,
+        SystemExit,
+    ) as error:  # Foreign modules may raise anything on import, or end the program.
         raise BadRequest(
             f"--strategy {name!r}: can't be imported ({type(error).__name__}: {error}); "
             "give package.module:function that Python finds from here"

@@ -44,6 +44,8 @@ class Family:
         keep: Config and kept layer numbers to the config of the smaller model.
         integers: Integer parameters by name, to the attribute of their module that bounds their values
             (exclusive); random weights need it.
+        known_wrong: Strategies that are known to compute another function than the whole model, to the reason.
+            Runs expect them to be found `wrong`.
     """
 
     name: str
@@ -53,6 +55,7 @@ class Family:
     kinds: Callable[[Config], list[Hashable]] = plain_kinds
     keep: Callable[[Config, list[int]], Config] = keep_plain
     integers: Mapping[str, str] = field(default_factory=dict)
+    known_wrong: Mapping[str, str] = field(default_factory=dict)
 
     def module(self, model_type: str) -> str:
         """Dotted name of the Python module with the model's classes."""

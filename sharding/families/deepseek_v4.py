@@ -119,4 +119,7 @@ DEEPSEEK_V4 = Family(
     kinds=kinds,
     keep=keep,
     integers={"tid2eid": "num_experts"},
+    known_wrong={
+        "upstream": "mlx-vlm deals out heads interleaved by output group and their sinks in contiguous blocks"
+    },
 )

@@ -1,0 +1,1 @@
+"""Real ssh servers on this machine, made and removed by the tests."""

@@ -30,6 +30,7 @@ class Parameter:
         count: Logical parameters it holds: unpacked, and none for scales of a quantised weight.
         lookup: Rows of a table of which a step reads one a sequence; 0 where it reads everything.
         experts: Stacked experts; 0 where it is not a stack.
+        unpacked: Bytes of the float32 array that a quantised one is made from; 0 where it is not quantised.
     """
 
     path: str
@@ -38,6 +39,7 @@ class Parameter:
     count: int
     lookup: int
     experts: int
+    unpacked: int = 0
 
     def fraction(self, batch: int, top_k: int) -> float:
         """The share of the array that one decode step reads."""
@@ -76,6 +78,7 @@ def parameters(model: nn.Module, integers: Mapping[str, str] | None = None) -> l
                     count=count,
                     lookup=value.shape[0] if is_lookup else 0,
                     experts=value.shape[0] if "Switch" in kind and value.ndim > 1 else 0,
+                    unpacked=4 * count if packed and name == "weight" else 0,
                 )
             )
     return found
@@ -98,36 +101,58 @@ class Weights:
     load_peak: int
 
 
-def planned_weights(whole: list[Parameter], plan: Plan, batch: int, top_k: int) -> Weights:
-    """One rank's bytes under a plan; shares are equal, so it is every rank's."""
+def planned_weights(
+    whole: list[Parameter], plan: Plan, batch: int, top_k: int, *, quantising: bool = False
+) -> Weights:
+    """One rank's bytes under a plan; shares are equal, so it is every rank's.
+
+    Args:
+        whole: Every array of the whole model.
+        plan: Which part of each a rank keeps.
+        batch: Sequences decoded at once.
+        top_k: Experts that a token is routed to.
+        quantising: Whether weights are quantised while they load, so that a layer's float weights are there too.
+    """
     shares = {
         p.path: p.nbytes // plan.ranks if isinstance(plan.cuts[p.path], Cut) else p.nbytes for p in whole
     }
-    return _weights(whole, whole, shares, plan.ranks, batch, top_k)
+    return _weights(whole, whole, shares, plan.ranks, batch, top_k, quantising)
 
 
 def measured_weights(
-    whole: list[Parameter], own: list[Parameter], ranks: int, batch: int, top_k: int
+    whole: list[Parameter],
+    own: list[Parameter],
+    ranks: int,
+    batch: int,
+    top_k: int,
+    *,
+    quantising: bool = False,
 ) -> Weights:
-    """One rank's bytes, from the arrays that foreign code left it."""
-    return _weights(whole, own, {p.path: p.nbytes for p in own}, ranks, batch, top_k)
+    """One rank's bytes, from the arrays that foreign code left it (`own`); the rest as in `planned_weights`."""
+    return _weights(whole, own, {p.path: p.nbytes for p in own}, ranks, batch, top_k, quantising)
 
 
 def _weights(
-    whole: list[Parameter], own: list[Parameter], shares: dict[str, int], ranks: int, batch: int, top_k: int
+    whole: list[Parameter],
+    own: list[Parameter],
+    shares: dict[str, int],
+    ranks: int,
+    batch: int,
+    top_k: int,
+    quantising: bool,
 ) -> Weights:
     full = {p.path: p.nbytes for p in whole}
     held = sum(shares.values())
     kept = sum(nbytes for path, nbytes in shares.items() if nbytes == full.get(path.replace(".inner.", ".")))
     per_stage: dict[str, int] = {}
     for p in whole:
-        if shares.get(p.path) != p.nbytes:
-            match = LAYER.search(p.path)
-            stage = p.path[: match.end()] if match else ""
-            per_stage[stage] = per_stage.get(stage, 0) + p.nbytes
+        match = LAYER.search(p.path)
+        stage = p.path[: match.end()] if match else ""
+        passing = (p.nbytes if shares.get(p.path) != p.nbytes else 0) + (p.unpacked if quantising else 0)
+        per_stage[stage] = per_stage.get(stage, 0) + passing
     return Weights(
         held=held,
         replicated=kept if ranks > 1 else 0,
         read=round(sum(shares[p.path] * p.fraction(batch, top_k) for p in own)),
-        load_peak=held + max(per_stage.values(), default=0) if ranks > 1 else held,
+        load_peak=held + max(per_stage.values(), default=0),
     )

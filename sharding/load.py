@@ -6,7 +6,9 @@ its layer is evaluated, so the peak is one rank's share plus one layer.
 
 from __future__ import annotations
 
+import functools
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,7 +19,7 @@ from sharding import models, weights
 from sharding.errors import BadRequest
 from sharding.families.registry import family_of
 from sharding.source import DTYPES, QUANTISATIONS, Source
-from sharding.tree import LAYER, at, parameters_of, stages
+from sharding.tree import WRAPPER, at, parameters_of, renumber, stages
 
 
 def lazy(source: Source, *, values: bool = True) -> nn.Module:
@@ -25,7 +27,8 @@ def lazy(source: Source, *, values: bool = True) -> nn.Module:
 
     Args:
         source: What to build.
-        values: Whether weights matter; without them only shapes and dtypes do (for plans).
+        values: Whether weights matter; without them only shapes and dtypes do (for plans). Of a checkpoint
+            then just the names of its tensors are read.
 
     Raises:
         BadRequest: The checkpoint does not fit its config.
@@ -40,14 +43,14 @@ def lazy(source: Source, *, values: bool = True) -> nn.Module:
             weights.randomize(model, source.seed, family.integers if family else {})
         weights.cast(model, DTYPES[source.dtype])
         if settings := source.config.get("quantization"):
-            quantize(model, settings)
+            quantize(model, settings, None if source.folder is None else _names(source))
     if source.quantize:
         quantize(model, QUANTISATIONS[source.quantize])
     model.eval()
     return model
 
 
-def quantize(model: nn.Module, settings: dict[str, Any], present: set[str] | None = None) -> None:
+def quantize(model: nn.Module, settings: dict[str, Any], present: Collection[str] | None = None) -> None:
     """Quantise in place as mlx-lm reads `config["quantization"]`: defaults, and overrides by module path.
 
     Args:
@@ -55,13 +58,14 @@ def quantize(model: nn.Module, settings: dict[str, Any], present: set[str] | Non
         settings: `group_size`, `bits`, `mode`, and per-module dictionaries or False.
         present: Parameter paths of a checkpoint; a module is quantised where it has `scales` there.
     """
+    settings = {key.removeprefix(WRAPPER): value for key, value in settings.items()}
     group_size = settings["group_size"]
 
     def choose(path: str, module: nn.Module) -> bool | dict[str, Any]:
-        if path in settings:
-            return settings[path]
         if not hasattr(module, "to_quantized"):
             return False
+        if path in settings:
+            return settings[path]
         if present is not None:
             return f"{path}.scales" in present
         return bool(module["weight"].shape[-1] % group_size == 0)
@@ -76,6 +80,17 @@ def quantize(model: nn.Module, settings: dict[str, Any], present: set[str] | Non
         )
     except (ValueError, KeyError, TypeError) as error:
         raise BadRequest(f"quantization {settings}: the model can't be quantised so ({error})") from error
+
+
+@functools.lru_cache(maxsize=4)
+def _names_in(folder: str, kept: tuple[int, ...] | None, config: str) -> frozenset[str]:
+    """Names of a checkpoint's tensors as the model calls them; its headers are read once."""
+    model = models.build(json.loads(config))
+    return frozenset(_tensors(model, Path(folder), kept))
+
+
+def _names(source: Source) -> frozenset[str]:
+    return _names_in(source.folder or "", source.kept, json.dumps(source.config, sort_keys=True))
 
 
 def read_tensors(folder: Path) -> dict[str, mx.array]:
@@ -102,41 +117,51 @@ def read_tensors(folder: Path) -> dict[str, mx.array]:
     return tensors
 
 
+def _tensors(model: nn.Module, folder: Path, kept: tuple[int, ...] | None) -> dict[str, mx.array]:
+    """A checkpoint's tensors, unevaluated, under the model's names."""
+    tensors = {name.removeprefix(WRAPPER): value for name, value in read_tensors(folder).items()}
+    if kept is not None:
+        tensors = renumber(tensors, kept)
+    if not hasattr(model, "sanitize"):
+        return tensors
+    try:
+        return cast("dict[str, mx.array]", model.sanitize(tensors))
+    except Exception as error:  # The model's own code; it takes for granted that nothing is missing.
+        raise BadRequest(
+            f"{folder}: {type(model).__name__} can't take these tensors ({type(error).__name__}: {error}); "
+            "is the checkpoint complete?"
+        ) from error
+
+
 def _load_checkpoint(model: nn.Module, source: Source) -> None:
     folder = Path(source.folder or "")
-    tensors = {name.removeprefix("language_model."): value for name, value in read_tensors(folder).items()}
-    if source.kept is not None:
-        tensors = _renumber(tensors, source.kept)
-    if hasattr(model, "sanitize"):
-        tensors = model.sanitize(tensors)
+    tensors = _tensors(model, folder, source.kept)
     if settings := source.config.get("quantization"):
         quantize(model, settings, present=set(tensors))
-    expected = {path: tuple(value.shape) for path, value in parameters_of(model).items()}
+    arrays = parameters_of(model)
+    expected = {path: tuple(value.shape) for path, value in arrays.items()}
     missing = sorted(set(expected) - set(tensors))
     extra = sorted(set(tensors) - set(expected))
     shapes = [p for p in expected if p in tensors and tuple(tensors[p].shape) != expected[p]]
-    for names, what in ((missing, "lacks"), (extra, "has unknown"), (shapes, "has wrongly shaped")):
+    kinds = [
+        path
+        for path, value in arrays.items()
+        if path in tensors
+        and mx.issubdtype(tensors[path].dtype, mx.floating) != mx.issubdtype(value.dtype, mx.floating)
+    ]
+    found = (
+        (missing, "lacks"),
+        (extra, "has unknown"),
+        (shapes, "has wrongly shaped"),
+        (kinds, "has, of the wrong kind of numbers,"),
+    )
+    for names, what in found:
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise BadRequest(
                 f"{folder}: the checkpoint {what} {names[0]}{more}; its config.json does not describe these weights"
             )
     model.load_weights(list(tensors.items()))
-
-
-def _renumber(tensors: dict[str, mx.array], kept: tuple[int, ...]) -> dict[str, mx.array]:
-    """Keep the tensors of the layers `kept`, under their new numbers."""
-    new = {old: number for number, old in enumerate(kept)}
-    result = {}
-    for name, value in tensors.items():
-        match = LAYER.search(name)
-        if match is None:
-            result[name] = value
-        elif int(match["number"]) in new:
-            result[
-                f"{name[: match.start()]}{match['head']}{new[int(match['number'])]}{name[match.end() :]}"
-            ] = value
-    return result
 
 
 def settle(model: nn.Module) -> None:

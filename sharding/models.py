@@ -34,7 +34,8 @@ class _LazyPackage(types.ModuleType):
     """A package whose `__init__` runs when a name is asked for that it does not have yet."""
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or self.__dict__.get("_loaded"):
+        hidden = name.startswith("__") and name != "__version__"  # what the import machinery looks for
+        if hidden or self.__dict__.get("_loaded"):
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         self.__dict__["_loaded"] = True
         spec = self.__spec__

@@ -202,6 +202,8 @@ class Split(Placement):
 
     def cuts(self, leaf: Leaf) -> Cuts:
         """The same cut for weight, scales and biases; a bias follows the output axis."""
+        if self._unfit(leaf):
+            return dict.fromkeys(leaf.arrays())  # claimed, since `problems` names the leaf
         cut = self._cut(leaf)
         if isinstance(leaf.module, mx.array):
             return {"": cut}
@@ -218,6 +220,18 @@ class Split(Placement):
             # Anything else is no parameter of a linear layer: left unclaimed, so that the plan refuses it by name.
         return cuts
 
+    def _unfit(self, leaf: Leaf) -> str:
+        """Why this is no leaf that can be split at all; empty when it is one."""
+        if isinstance(leaf.module, nn.Module) and "weight" not in leaf.module:
+            return (
+                f"{leaf.path}: {type(leaf.module).__name__} is no linear layer, and the table splits one here"
+            )
+        units = None if self.units is None else leaf.count(self.units)
+        runs = 1 if self.runs is None else leaf.count(self.runs)
+        if units is not None and (units < 1 or runs < 1 or units % runs):
+            return f"{leaf.path}: {units} {self.what} do not fill {runs} equal groups"
+        return ""
+
     @staticmethod
     def _grouped(cut: Cut, leaf: Leaf) -> Cut:
         """A cut of the input axis in units that packed words and scales both have: quantisation groups."""
@@ -226,6 +240,8 @@ class Split(Placement):
 
     def problems(self, leaf: Leaf, ranks: int) -> list[str]:
         """Indivisible pieces, and cuts that fall inside a quantisation group."""
+        if unfit := self._unfit(leaf):
+            return [unfit]
         cut = self._cut(leaf)
         size = leaf.size(self.axis)
         per_run = cut.units // cut.runs
@@ -256,9 +272,9 @@ replicated_after_sum = Placement(reduce=("sum_input",))
 """The whole projection on every rank, applied to an input that is summed over the ranks first."""
 
 
-def column(units: str | None = None, reduce: tuple[Reduce, ...] = ()) -> Split:
+def column(units: str | None = None, reduce: tuple[Reduce, ...] = (), what: str = "features") -> Split:
     """Column parallel: each rank computes a share of the outputs from the whole input."""
-    return Split(axis=OUT, units=units, reduce=reduce)
+    return Split(axis=OUT, units=units, reduce=reduce, what=what)
 
 
 def heads(units: str, runs: str | None = None) -> Split:

@@ -7,7 +7,7 @@ new release of a model brings is refused by name and not replicated in silence.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,82 +58,114 @@ def modules_of(model: nn.Module, names: Sequence[str], module: str) -> dict[str,
     return found
 
 
-def make_plan(
-    model: nn.Module,
-    blocks: Sequence[Block],
-    ranks: int,
-    *,
-    family: str,
-    strategy: str,
-    module: str,
-) -> Plan:
-    """Read a table against a model.
+@dataclass(frozen=True)
+class Reading:
+    """A table laid on a model: what does not depend on the number of ranks.
+
+    Attributes:
+        family: The family's name.
+        strategy: The strategy's name.
+        leaves: Each leaf that an entry of the table places, with its placement.
+        cuts: Parameter path to its share.
+        divide: (module path, attribute, value) of integers to divide.
+        natives: (module path, attribute, the block's output) of sums that upstream's forward does.
+        faults: Parameters that no entry covers, or two; a model with any can't be planned.
+    """
+
+    family: str
+    strategy: str
+    leaves: tuple[tuple[Leaf, Placement], ...]
+    cuts: dict[str, Share]
+    divide: tuple[tuple[str, str, int], ...]
+    natives: tuple[tuple[str, str, Leaf], ...]
+    faults: tuple[str, ...]
+
+    def plan(self, ranks: int) -> Plan:
+        """The plan for a world size.
+
+        Raises:
+            Rejected: With every reason why this model can't be split this way.
+        """
+        if ranks < 1:
+            raise ValueError(f"a plan is for at least 1 rank, not {ranks}")
+        reasons = [
+            f"{_join(path, attribute)}: {count} does not divide by {ranks} ranks"
+            for path, attribute, count in self.divide
+            if count % ranks
+        ]
+        reasons += [line for leaf, placement in self.leaves for line in placement.problems(leaf, ranks)]
+        reasons += self.faults
+        if reasons:
+            raise Rejected(collapse(reasons))
+        several = ranks > 1
+        wraps = [(leaf.path, placement) for leaf, placement in self.leaves if placement.reduce and several]
+        asked = [
+            collective
+            for leaf, placement in self.leaves
+            if placement.reduce and several
+            for collective in placement.collectives(leaf, ranks)
+        ]
+        asked += [Collective("all_sum", out.size(OUT), path) for path, _, out in self.natives if several]
+        return Plan(
+            family=self.family,
+            strategy=self.strategy,
+            ranks=ranks,
+            cuts=self.cuts,
+            divide=tuple((path, attribute) for path, attribute, _ in self.divide),
+            wraps=tuple(wraps),
+            groups=tuple((path, attribute) for path, attribute, _ in self.natives if several),
+            collectives=tuple(asked),
+        )
+
+
+def read_table(
+    model: nn.Module, blocks: Sequence[Block], *, family: str, strategy: str, module: str
+) -> Reading:
+    """Lay a table on a model.
 
     Args:
         model: The whole model; nothing is evaluated.
         blocks: The strategy's table.
-        ranks: World size, at least 1.
         family: The family's name, for the record.
         strategy: The strategy's name, for the record.
         module: Python module in which the table's classes are defined.
-
-    Raises:
-        Rejected: With every reason why this model can't be split this way.
     """
-    if ranks < 1:
-        raise ValueError(f"a plan is for at least 1 rank, not {ranks}")
     tables = {block.cls: block for block in blocks}
-    hosts = modules_of(model, list(tables), module)
-    parameters = parameters_of(model)
+    leaves: list[tuple[Leaf, Placement]] = []
     cuts: dict[str, Share] = {}
-    reasons: list[str] = []
-    divide: list[tuple[str, str]] = []
-    wraps: list[tuple[str, Placement]] = []
-    groups: list[tuple[str, str]] = []
-    collectives: list[Collective] = []
-
-    for path, host in hosts.items():
+    divide: list[tuple[str, str, int]] = []
+    natives: list[tuple[str, str, Leaf]] = []
+    faults: list[str] = []
+    for path, host in modules_of(model, list(tables), module).items():
         block = tables[type(host).__name__]
-        for attribute in block.divide:
-            count = int(getattr(host, attribute))
-            if count % ranks:
-                reasons.append(f"{_join(path, attribute)}: {count} does not divide by {ranks} ranks")
-            divide.append((path, attribute))
+        divide += [(path, attribute, int(getattr(host, attribute))) for attribute in block.divide]
         for name, placement in block.places.items():
             target = _child(host, name)
             if target is None:
                 continue
             leaf = Leaf(_join(path, name), target, host)
-            problems = placement.problems(leaf, ranks)
-            reasons += problems
+            leaves.append((leaf, placement))
             claimed = {_join(leaf.path, below): cut for below, cut in placement.cuts(leaf).items()}
-            reasons += [f"{p}: claimed by two entries of the table" for p in claimed if p in cuts]
+            faults += [f"{p}: claimed by two entries of the table" for p in claimed if p in cuts]
             cuts |= claimed
-            if placement.reduce and ranks > 1:
-                wraps.append((leaf.path, placement))
-                collectives += placement.collectives(leaf, ranks)
-        if block.native is not None and ranks > 1:
-            groups.append((path, block.native.attribute))
-            output = Leaf(_join(path, block.native.output), _child(host, block.native.output), host)
-            collectives.append(Collective("all_sum", output.size(OUT), path))
-
-    reasons += [
+        if block.native is not None:
+            output = _child(host, block.native.output)
+            natives.append(
+                (path, block.native.attribute, Leaf(_join(path, block.native.output), output, host))
+            )
+    faults += [
         f"{path}: no entry of the {family} table covers this parameter"
-        for path in parameters
+        for path in parameters_of(model)
         if path not in cuts
     ]
-    if reasons:
-        raise Rejected(_once(reasons))
-    return Plan(
-        family=family,
-        strategy=strategy,
-        ranks=ranks,
-        cuts=cuts,
-        divide=tuple(divide),
-        wraps=tuple(wraps),
-        groups=tuple(groups),
-        collectives=tuple(collectives),
-    )
+    return Reading(family, strategy, tuple(leaves), cuts, tuple(divide), tuple(natives), tuple(faults))
+
+
+def make_plan(
+    model: nn.Module, blocks: Sequence[Block], ranks: int, *, family: str, strategy: str, module: str
+) -> Plan:
+    """Read a table against a model for one world size; arguments and errors as in `read_table` and `Reading.plan`."""
+    return read_table(model, blocks, family=family, strategy=strategy, module=module).plan(ranks)
 
 
 def share_shape(array: mx.array, cut: Share, ranks: int) -> tuple[int, ...]:
@@ -158,18 +190,13 @@ def _child(host: nn.Module, dotted: str) -> Any:
     return current
 
 
-def _once(reasons: list[str]) -> list[str]:
-    """Reasons that differ only in the layer's number become one, with the number of layers."""
-    return collapse(reasons, lambda line: line)
-
-
-def collapse(reasons: list[str], key: Callable[[str], str]) -> list[str]:
-    """Fold lines about `layers.0.`, `layers.1.`, ... into one line that counts them."""
+def collapse(reasons: Sequence[str]) -> list[str]:
+    """Fold lines that differ only in the layer's number into one that counts the layers."""
     folded: dict[str, list[str]] = {}
     for line in reasons:
-        parts = key(line).split(".")
+        parts = line.split(".")
         general = ".".join(
-            "*" if i and parts[i - 1] == "layers" and p.isdigit() else p for i, p in enumerate(parts)
+            "*" if i and parts[i - 1] == "layers" and part.isdigit() else part for i, part in enumerate(parts)
         )
         folded.setdefault(general, []).append(line)
     return [

@@ -16,11 +16,13 @@ import mlx.core as mx
 
 from sharding import costs, load
 from sharding.apply import shard
-from sharding.errors import BadRequest, Rejected
+from sharding.errors import Rejected
 from sharding.families.registry import family_of
+from sharding.plan import Reading
 from sharding.source import DTYPES, Source
 from sharding.strategies import Strategy
 from sharding.trace import StandInGroup, StepTrace, cache_arrays, trace_step, tracing
+from sharding.tree import clone
 
 
 class TableError(AssertionError):
@@ -60,6 +62,14 @@ class Row:
         """Plain data."""
         return asdict(self)
 
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Row:
+        """The inverse of `to_json`, also after JSON has made lists of the tuples."""
+        fields: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in data.items()
+        }
+        return cls(**fields)
+
 
 def make_rows(
     source: Source,
@@ -89,6 +99,32 @@ def make_rows(
     ]
 
 
+def check(source: Source) -> None:
+    """Build the whole model and run one step of it, unevaluated.
+
+    Raises:
+        BadRequest: It can't be built, or its config is not consistent.
+    """
+    _Planner(source, None).check()
+
+
+def refused(
+    source: Source,
+    strategy: Strategy,
+    ranks: int,
+    batches: Sequence[int],
+    contexts: Sequence[int],
+    reason: str,
+) -> list[Row]:
+    """Rows that say why there is no plan, without asking the strategy again."""
+    planner = _Planner(source, None)
+    return [
+        Row(**planner.common(strategy, ranks, batch, context), valid=False, reasons=(reason,))
+        for batch in batches
+        for context in contexts
+    ]
+
+
 class _Planner:
     def __init__(self, source: Source, memory: int | None) -> None:
         self.source = source
@@ -97,12 +133,21 @@ class _Planner:
         self.integers = family.integers if family else {}
         self.model = load.lazy(source, values=False)
         self.whole = costs.parameters(self.model, self.integers)
+        self.quantising = bool(
+            source.quantize or (source.folder is None and source.config.get("quantization"))
+        )
+        self._readings: dict[str, Reading] = {}
         self._steps: dict[int, StepTrace] = {}
         self._caches: dict[tuple[int, int], list[int]] = {}
         self.top_k = int(source.config.get("num_experts_per_tok") or 0)
 
-    def row(self, strategy: Strategy, ranks: int, batch: int, context: int) -> Row:
-        common: dict[str, Any] = {
+    def check(self) -> None:
+        """Raise BadRequest unless the whole model runs."""
+        self._step_of_whole(1)
+
+    def common(self, strategy: Strategy, ranks: int, batch: int, context: int) -> dict[str, Any]:
+        """The fields that a row has whatever the plan says."""
+        return {
             "model": self.source.label,
             "model_type": self.source.model_type,
             "family": strategy.family,
@@ -115,8 +160,11 @@ class _Planner:
             "traced": strategy.foreign,
             "parameters": sum(p.count for p in self.whole),
         }
-        self._step_of_whole(batch)  # a model that doesn't run whole has no plan
+
+    def row(self, strategy: Strategy, ranks: int, batch: int, context: int) -> Row:
+        common = self.common(strategy, ranks, batch, context)
         try:
+            self._step_of_whole(batch)  # a model that doesn't run whole has no plan
             if strategy.foreign and ranks > 1:
                 return self._traced(strategy, ranks, batch, context, common)
             return self._planned(strategy, ranks, batch, context, common)
@@ -129,16 +177,18 @@ class _Planner:
         counts: dict[str, int] = {}
         payload = 0
         if ranks == 1:
-            weights = costs.measured_weights(self.whole, self.whole, 1, batch, self.top_k)
+            weights = self._weights_of(self.whole, 1, batch)
             traced = self._step_of_whole(batch)
         else:
-            plan = strategy.plan(self.model, ranks)
-            weights = costs.planned_weights(self.whole, plan, batch, self.top_k)
+            if strategy.name not in self._readings:
+                self._readings[strategy.name] = strategy.read(self.model)
+            plan = self._readings[strategy.name].plan(ranks)
+            weights = costs.planned_weights(self.whole, plan, batch, self.top_k, quantising=self.quantising)
             counts = dict(Counter(c.kind for c in plan.collectives))
             payload = sum(c.features for c in plan.collectives) * batch * DTYPES[self.source.dtype].size
             group = StandInGroup(0, ranks)
             with tracing(group) as recording:
-                model = shard(load.lazy(self.source, values=False), plan, group, evaluate=False)
+                model = shard(clone(self.model), plan, group, evaluate=False)
                 traced = trace_step(model, recording, batch)
         if (traced.counts(), traced.payload()) != (counts, payload):
             raise TableError(
@@ -151,37 +201,36 @@ class _Planner:
     def _traced(
         self, strategy: Strategy, ranks: int, batch: int, context: int, common: dict[str, Any]
     ) -> Row:
-        weights: list[costs.Weights] = []
-        steps: list[StepTrace] = []
-        seen: dict[tuple[Any, ...], StepTrace] = {}
-        for rank in self._ranks_to_trace(strategy, ranks):
-            group = StandInGroup(rank, ranks)
-            with tracing(group) as recording:
-                try:
-                    model = strategy.apply(load.lazy(self.source, values=False), group, evaluate=False)
-                    own = costs.parameters(model, self.integers)
-                    # Ranks with arrays of the same shapes run the same graph.
-                    shapes = tuple((p.path, p.shape) for p in own)
-                    if shapes not in seen:
-                        seen[shapes] = trace_step(model, recording, batch)
-                except Rejected:
-                    raise
-                except Exception as error:  # Foreign code may raise anything.
-                    line = " ".join(str(error).split())
-                    raise Rejected([f"{strategy.name} raised {type(error).__name__}: {line}"]) from error
-            weights.append(costs.measured_weights(self.whole, own, ranks, batch, self.top_k))
-            steps.append(seen[shapes])
-        if len(weights) < ranks:
-            weights, steps = weights[:1] * ranks, steps[:1] * ranks
-        return self._row(common, context, weights, steps)
+        """Every rank of a user's own code is traced; of upstream's the first and the last.
 
-    def _ranks_to_trace(self, strategy: Strategy, ranks: int) -> list[int]:
-        """Every rank of a user's own code; of upstream's, the first and the last.
-
-        mlx's `shard_linear` and `shard_inplace` split into equal parts or raise, so that its ranks hold
-        arrays of the same shapes; that the ends agree is checked.
+        mlx's `shard_linear` and `shard_inplace` split into equal parts or raise, so that upstream's ranks run
+        the same graph on arrays of the same shapes. Should the two ends differ, all ranks are traced.
         """
-        return list(range(ranks)) if strategy.users_own else [0, ranks - 1]
+        if not strategy.users_own:
+            ends = [self._trace_rank(strategy, rank, ranks, batch) for rank in (0, ranks - 1)]
+            if ends[0] == ends[1]:
+                weights, step = ends[0]
+                return self._row(common, context, [weights] * ranks, [step] * ranks)
+        traced = [self._trace_rank(strategy, rank, ranks, batch) for rank in range(ranks)]
+        return self._row(common, context, [weights for weights, _ in traced], [step for _, step in traced])
+
+    def _trace_rank(
+        self, strategy: Strategy, rank: int, ranks: int, batch: int
+    ) -> tuple[costs.Weights, StepTrace]:
+        group = StandInGroup(rank, ranks)
+        with tracing(group) as recording:
+            try:
+                model = strategy.apply(clone(self.model), group, evaluate=False)
+                own = costs.parameters(model, self.integers)
+                return self._weights_of(own, ranks, batch), trace_step(model, recording, batch)
+            except Rejected:
+                raise
+            except (Exception, SystemExit) as error:  # Foreign code may raise anything.
+                line = " ".join(str(error).split())
+                raise Rejected([f"{strategy.name} raised {type(error).__name__}: {line}"]) from error
+
+    def _weights_of(self, own: list[costs.Parameter], ranks: int, batch: int) -> costs.Weights:
+        return costs.measured_weights(self.whole, own, ranks, batch, self.top_k, quantising=self.quantising)
 
     def _step_of_whole(self, batch: int) -> StepTrace:
         if batch not in self._steps:
@@ -190,9 +239,8 @@ class _Planner:
                     self._steps[batch] = trace_step(self.model, recording, batch)
                 except Exception as error:  # Whatever the model's own code raises on shapes that don't fit.
                     line = " ".join(str(error).split())
-                    raise BadRequest(
-                        f"{self.source.label}: the whole model's own forward pass fails ({type(error).__name__}: "
-                        f"{line}); its config is not consistent"
+                    raise Rejected(
+                        [f"the whole model's own forward pass fails ({type(error).__name__}: {line})"]
                     ) from error
         return self._steps[batch]
 

@@ -15,6 +15,7 @@ from sharding.errors import BadRequest
 from sharding.families.base import Config, keep_plain, plain_kinds
 from sharding.families.registry import family_of
 from sharding.models import argument_class
+from sharding.tree import renumber
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 QUANTISATIONS: dict[str, dict[str, Any]] = {
@@ -110,7 +111,7 @@ def resolve(
     Raises:
         BadRequest: With one line that says what is wrong and what would be right.
     """
-    path = Path(text).expanduser()
+    path = _path(text)
     if not path.exists():
         if not REPO_ID.fullmatch(text):
             raise BadRequest(
@@ -119,6 +120,10 @@ def resolve(
         path = _fetch(text, fetch_weights)
     config = read_config(path / "config.json" if path.is_dir() else path)
     has_weights = path.is_dir() and any(path.glob("*.safetensors"))
+    if path.is_dir() and not has_weights and (path / "model.safetensors.index.json").exists():
+        raise BadRequest(
+            f"{path}: an index of safetensors shards but none of them; fetch the checkpoint again"
+        )
     notes = []
     if "quantization" not in config and (foreign := config.pop("quantization_config", None)):
         method = foreign.get("quant_method", "unknown") if isinstance(foreign, dict) else foreign
@@ -132,10 +137,12 @@ def resolve(
     changed = []
     for item in sets:
         changed.append(_set(config, item))
+    _check(config, str(path))
     kept = None
     if layers is not None:
+        before = config.get("num_hidden_layers")
         config, kept = keep_layers(config, layers)
-        changed.append(f"num_hidden_layers -> {layers} (originals {_ranges(kept)})")
+        changed.append(f"num_hidden_layers {before} -> {layers} (originals {_ranges(kept)})")
     return Source(
         label=_label(text, path),
         config=config,
@@ -149,19 +156,53 @@ def resolve(
     )
 
 
+def _path(text: str) -> Path:
+    """SOURCE as a path that can be asked for."""
+    try:
+        path = Path(text).expanduser()
+        path.exists()
+    except (
+        OSError,
+        RuntimeError,
+        ValueError,
+    ) as error:  # Too long a name, a folder that may not be entered, ...
+        reason = getattr(error, "strerror", None) or error
+        raise BadRequest(
+            f"SOURCE {text[:200]!r}: can't be read ({reason}); give a path that can be"
+        ) from None
+    return path
+
+
 def read_config(path: Path) -> Config:
     """A `config.json` as a dictionary with a `model_type` and a layer count."""
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise BadRequest(f"{path}: no such file; a checkpoint folder needs a config.json") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise BadRequest(
             f"{path}: not a readable JSON file ({error}); expected a model's config.json"
         ) from None
-    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
-        raise BadRequest(f"{path}: no model_type in it; expected a model's config.json")
+    if not isinstance(config, dict):
+        raise BadRequest(f"{path}: not a JSON object with a model_type; expected a model's config.json")
+    _check(config, str(path))
     return config
+
+
+def _check(config: Config, where: str) -> None:
+    """Refuse what no model's code could make sense of."""
+    if not isinstance(config.get("model_type"), str):
+        raise BadRequest(
+            f"{where}: model_type is {config.get('model_type')!r}; expected a model's config.json with a name there"
+        )
+    settings = config.get("quantization")
+    if settings is None or settings == {}:
+        return
+    numbers = [settings.get(name) for name in ("bits", "group_size")] if isinstance(settings, dict) else []
+    if not numbers or not all(type(number) is int and number > 0 for number in numbers):
+        raise BadRequest(
+            f"{where}: quantization is {settings!r:.200}; it must hold bits and group_size, whole numbers above 0"
+        )
 
 
 def keep_layers(config: Config, count: int) -> tuple[Config, tuple[int, ...]]:
@@ -173,7 +214,13 @@ def keep_layers(config: Config, count: int) -> tuple[Config, tuple[int, ...]]:
     family = family_of(config["model_type"])
     if not isinstance(config.get("num_hidden_layers"), int):
         raise BadRequest(f"--layers {count}: the config has no num_hidden_layers to cut; leave --layers out")
-    kinds = (family.kinds if family else plain_kinds)(config)
+    try:
+        kinds = (family.kinds if family else plain_kinds)(config)
+    except (LookupError, TypeError, ValueError) as error:
+        raise BadRequest(
+            f"--layers {count}: the config does not say what each layer is ({type(error).__name__}: {error}); "
+            "compare it with the published one"
+        ) from None
     first: dict[Any, int] = {}
     for number, kind in enumerate(kinds):
         first.setdefault(kind, number)
@@ -185,7 +232,10 @@ def keep_layers(config: Config, count: int) -> tuple[Config, tuple[int, ...]]:
     needed = set(first.values())
     spare = [number for number in range(len(kinds)) if number not in needed]
     kept = sorted(needed | set(spare[: count - len(needed)]))
-    return (family.keep if family else keep_plain)(config, kept), tuple(kept)
+    smaller = (family.keep if family else keep_plain)(config, kept)
+    if isinstance(smaller.get("quantization"), dict):
+        smaller["quantization"] = renumber(smaller["quantization"], kept)
+    return smaller, tuple(kept)
 
 
 def _set(config: Config, item: str) -> str:

@@ -17,7 +17,7 @@ from sharding.errors import BadRequest, Rejected
 from sharding.families.registry import family_of
 from sharding.load import settle
 from sharding.placement import Block
-from sharding.plan import Plan, make_plan
+from sharding.plan import Plan, Reading, read_table
 
 UPSTREAM = "upstream"
 ShardFunction = Callable[[nn.Module, Any], nn.Module | None]
@@ -61,23 +61,26 @@ class Strategy:
         """Whether it is a `package.module:function`."""
         return ":" in self.name
 
+    def read(self, model: nn.Module) -> Reading:
+        """A built-in strategy's table laid on a model."""
+        family = family_of(self.model_type)
+        if self.table is None or family is None:
+            raise ValueError(f"{self.name} has no table; it is traced")
+        return read_table(
+            model,
+            self.table,
+            family=family.name,
+            strategy=self.name,
+            module=family.module(self.model_type),
+        )
+
     def plan(self, model: nn.Module, ranks: int) -> Plan:
         """The plan of a built-in strategy.
 
         Raises:
             Rejected: With the reasons.
         """
-        family = family_of(self.model_type)
-        if self.table is None or family is None:
-            raise ValueError(f"{self.name} has no table; it is traced")
-        return make_plan(
-            model,
-            self.table,
-            ranks,
-            family=family.name,
-            strategy=self.name,
-            module=family.module(self.model_type),
-        )
+        return self.read(model).plan(ranks)
 
     def apply(
         self, model: nn.Module, group: Any, *, pool: Pool | None = None, evaluate: bool = True

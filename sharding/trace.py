@@ -219,6 +219,7 @@ def trace_step(model: nn.Module, recording: Recording, batch: int) -> StepTrace:
 def cache_arrays(model: nn.Module, batch: int, context: int) -> list[mx.array]:
     """The arrays of the cache, unevaluated, after `context` tokens and one decode step, inside `tracing`."""
     cache = make_cache(model)
-    model(mx.zeros((batch, context), mx.int32), cache=cache)
+    if context:
+        model(mx.zeros((batch, context), mx.int32), cache=cache)
     model(mx.zeros((batch, 1), mx.int32), cache=cache)
     return arrays_in(cache)

@@ -14,8 +14,12 @@ Config = dict[str, Any]
 def per_layer_lists(config: Config) -> list[str]:
     """Keys whose value lists one entry per layer."""
     layers = int(config["num_hidden_layers"])
+    # Lists of token ids or class names may be as long as the model is deep, by chance.
+    unrelated = ("_token_id", "_token_ids", "architectures")
     return sorted(
-        key for key, value in config.items() if isinstance(value, list) and len(value) == layers > 1
+        key
+        for key, value in config.items()
+        if isinstance(value, list) and len(value) == layers > 1 and not key.endswith(unrelated)
     )
 
 

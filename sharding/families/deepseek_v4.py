@@ -37,8 +37,8 @@ SHARED = {
     "indexer": replicated,
 }
 BY_GROUP = {
-    "wq_b": heads("n_heads"),
-    "attn_sink": vector("n_heads"),
+    "wq_b": column("o_groups", what="output groups"),
+    "attn_sink": vector("o_groups", what="output groups"),
     "wo_a": stacked("o_groups"),
     "wo_b": row("o_groups", what="output groups"),
 }

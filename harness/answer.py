@@ -9,7 +9,8 @@ from typing import Any
 from harness.errors import UsageError
 from harness.hosts import LocalHost
 from harness.launch import JobSpec, run_job
-from harness.sweep import WORKER, rank_environment
+from harness.place import rank_environment
+from harness.sweep import WORKER
 from sharding import source as sources
 
 TOKENS = 32

@@ -7,6 +7,7 @@ With `--json` stdout holds the answer and nothing else.
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -89,7 +90,23 @@ class Size(click.ParamType):
         return size
 
 
-NUMBERS, NAMES, SIZE = Numbers(), Names(), Size()
+class Seconds(click.FloatRange):
+    """At least one second, and an end to it."""
+
+    name = "SECONDS"
+
+    def __init__(self) -> None:
+        super().__init__(min=1)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Parse, or fail on what is no length of time."""
+        seconds = float(super().convert(value, param, ctx))
+        if not math.isfinite(seconds):
+            self.fail(f"{value!r} is not a number of seconds", param, ctx)
+        return seconds
+
+
+NUMBERS, NAMES, SIZE, SECONDS = Numbers(), Names(), Size(), Seconds()
 POSITIVE = click.IntRange(min=1)
 
 
@@ -160,9 +177,7 @@ def plan(**options: Any) -> int:
     "--prompt", help="Text of the prompt, through the checkpoint's tokenizer. [default: random ids]"
 )
 @click.option("--backend", type=click.Choice(["mpi", "ring"]), default="mpi", show_default=True)
-@click.option(
-    "--deadline", type=click.FloatRange(min=1), default=3600.0, help="Seconds that the job may take."
-)
+@click.option("--deadline", type=SECONDS, default=3600.0, help="Seconds that the job may take.")
 @click.option("--keep-logs", type=click.Path(path_type=Path), help="Keep the job's logs in this folder.")
 @json_option
 def verify(**options: Any) -> int:
@@ -187,10 +202,8 @@ def verify(**options: Any) -> int:
     "--prompt", help="Text of the prompts, through the checkpoint's tokenizer. [default: random ids]"
 )
 @click.option("--expect", metavar="STRATEGY=OUTCOME", multiple=True, help="Outcome that counts as success.")
-@click.option("--deadline", type=click.FloatRange(min=1), help="Seconds that one job may take.")
-@click.option(
-    "--stall", type=click.FloatRange(min=1), help="Seconds without progress after which a rank is hung."
-)
+@click.option("--deadline", type=SECONDS, help="Seconds that one job may take.")
+@click.option("--stall", type=SECONDS, help="Seconds without progress after which a rank is hung.")
 @click.option("--cluster", type=click.Path(path_type=Path), help="cluster.toml, or an mlx host file.")
 @click.option("--out", type=click.Path(path_type=Path), default=Path("results"), show_default=True)
 @click.option("--resume", metavar="RUN", help="Continue a run that was cut off.")
@@ -202,7 +215,10 @@ def run(**options: Any) -> int:
     """
     from harness import commands
 
-    return commands.run(**options)
+    context = click.get_current_context()
+    written = click.core.ParameterSource.COMMANDLINE
+    given = frozenset(name for name in options if context.get_parameter_source(name) is written)
+    return commands.run(**options, given=given)
 
 
 @shardbench.command()
@@ -267,6 +283,13 @@ def complain(message: str, status: int = 2) -> int:
     """One line on stderr."""
     click.echo(f"shardbench: {' '.join(message.split())}", err=True)
     return status
+
+
+def option_name(parameter: str) -> str:
+    """How a parameter of the current command is written."""
+    return next(
+        (p.opts[0] for p in click.get_current_context().command.params if p.name == parameter), parameter
+    )
 
 
 def print_json(value: Any) -> None:

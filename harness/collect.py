@@ -98,6 +98,9 @@ class Collector:
         close: Called with each finished record.
         measure: False when a case ends with its check and is not timed.
         blocks: Names of the blocks that the reference recorded.
+        log: Where the job's logs will lie, relative to the run's folder.
+        open: Cases without a record, by id.
+        suspects: Of the open ones, ids of those of which one must have ended the job.
     """
 
     source: Source
@@ -108,10 +111,12 @@ class Collector:
     close: Callable[[dict[str, Any]], None]
     measure: bool = True
     blocks: Sequence[str] = ()
+    log: str = "logs"
     open: dict[str, Case] = field(init=False)
     checks: dict[str, Checked] = field(default_factory=dict)
     views: dict[int, dict[str, Any]] = field(default_factory=dict)
     doing: dict[str, Any] | None = None
+    suspects: set[str] = field(default_factory=set)
     _parts: dict[tuple[Any, ...], dict[int, dict[str, Any]]] = field(default_factory=dict)
     _shape_reports: dict[tuple[Any, ...], Report] = field(default_factory=dict)
     _loads: dict[str, dict[int, dict[str, Any]]] = field(default_factory=dict)
@@ -145,7 +150,9 @@ class Collector:
     def end(self, outcome: str, reason: str) -> None:
         """The job ended: settle what it was doing, and leave the rest open unless nothing else can be done.
 
-        A job that ended well leaves nothing open; what it left is a fault and is recorded as such.
+        A job that ended well leaves nothing open; what it left is a fault and is recorded as such. One that died over
+        a case that is settled already (a rank failed, its peers could not go on) accuses no other case. One that died
+        while several strategies took turns makes them `suspects`, which stay open.
         """
         if not self.open:
             return
@@ -156,7 +163,12 @@ class Collector:
             outcome, reason = "crashed", "the ranks ended without a result for this case"
             guilty = list(self.open.values())
         else:
-            guilty = self._guilty() or list(self.open.values())
+            guilty = self._guilty()
+            if len(guilty) > 1 and (self.doing or {}).get("phase") == "time" and outcome != "unreachable":
+                self.suspects = {case.id for case in guilty}
+                return
+            if not guilty and len(self.open) == len(self.cases):
+                guilty = list(self.open.values())
         for case in guilty:
             self._close(case, outcome, (reason,))
 
@@ -250,7 +262,7 @@ class Collector:
             **base_record(case, self.source, self.rows.get(case.id), self._started),
             "outcome": outcome,
             "reasons": list(reasons),
-            "log": "logs",
+            "log": self.log,
             **results,
         }
         checked = self.checks.get(case.strategy)

@@ -6,23 +6,23 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-import psutil
-
-from harness.cli import print_json
+from harness.apart import plan_apart
+from harness.cli import option_name, print_json
 from harness.errors import UsageError
-from harness.request import Case, ModelRequest, Settings, Sweep, expand, parse_sweep, read_sweep
+from harness.place import machine_memory, place
+from harness.request import Case, ModelRequest, Outcome, Settings, Sweep, expand, parse_sweep, read_sweep
 from harness.runs import OUTCOMES, RunStore
 from harness.terminal import console
 from sharding import rows, strategies
 from sharding.source import Source
 
-MODEL_OPTIONS = ("sets", "layers", "quantize", "dtype", "seed")
+WITH_A_REQUEST = frozenset({"source", "resume", "cluster", "out", "as_json"})
+"""Options of `run` that mean something beside a SWEEP.toml or a run to resume."""
 
 
 def _model_request(source: str, options: Mapping[str, Any]) -> ModelRequest:
@@ -49,11 +49,6 @@ def _user_path() -> None:
         sys.path.insert(0, os.getcwd())
 
 
-def machine_memory() -> int:
-    """Bytes that models may use on this machine: Metal's own recommendation, or the physical memory."""
-    return rows.memory_of_device() or int(psutil.virtual_memory().total)
-
-
 def plan(
     source: str,
     ranks: Sequence[int],
@@ -71,46 +66,20 @@ def plan(
     model = _model_request(source, options).resolve(fetch_weights=False)
     names = strategy or strategies.built_in(model.model_type)
     found = [strategies.resolve(name, model.model_type) for name in names]
-    made = rows.make_rows(model, found, ranks, batch, context, memory or machine_memory())
+    made: list[rows.Row] = []
+    limit = memory or machine_memory()
+    for users_own, several in groupby(found, key=lambda one: one.users_own):
+        if users_own:
+            for one in several:
+                for n in ranks:
+                    made += plan_apart(model, one.name, n, batch, context, limit)
+        else:
+            made += rows.make_rows(model, list(several), ranks, batch, context, limit)
     if as_json:
         print_json({"rows": [row.to_json() for row in made], "cuts": model.cuts, "notes": model.notes})
     else:
         plan_table.show(made, model, console())
     return 0 if any(row.valid for row in made) else 1
-
-
-@dataclass(frozen=True)
-class _Here:
-    """Where a command runs its jobs, and what its records say of that."""
-
-    place: Any
-    cluster: dict[str, Any] | None
-
-
-@contextmanager
-def _place(cluster: Path | None) -> Iterator[_Here]:
-    """This machine, or the head of a cluster, connected."""
-    from harness import blas
-    from harness.hosts import LocalHost
-    from harness.sweep import Place, rank_environment
-
-    if cluster is None:
-        env = rank_environment(blas.preload())
-        yield _Here(Place(LocalHost(), env, machine_memory(), (os.getcwd(),)), None)
-        return
-    from harness.cluster import load_cluster
-    from harness.remote import SshHost
-
-    described = load_cluster(cluster)
-    if len(described.hosts) > 1:
-        raise UsageError(
-            f"{cluster}: {len(described.hosts)} hosts; this release runs all ranks on one host, list only that one"
-        )
-    with SshHost(described.head_host) as host:
-        memory = int(host.facts.get("memory") or 0) or machine_memory()
-        env = {**rank_environment({}), **host.env}
-        facts = {"name": described.name, "hosts": [described.head], "backend": described.backend}
-        yield _Here(Place(host, env, memory), facts)
 
 
 def verify(
@@ -130,6 +99,7 @@ def verify(
     """`shardbench verify`."""
     from harness import progress
     from harness.sweep import Runner
+    from harness.tokens import tokenize
 
     _user_path()
     model = _model_request(source, options).resolve()
@@ -142,9 +112,12 @@ def verify(
         deadline_seconds=deadline,
     )
     case = Case("verify", 0, found.name, ranks, "none" if ranks == 1 else backend, 1, 1, "ok")
-    logs = keep_logs or Path(tempfile.mkdtemp(prefix="shardbench-verify-"))
+    rows.check(model)
+    if prompt is not None:
+        tokenize(model, prompt)
+    logs = _log_folder(keep_logs)
     records: list[dict[str, Any]] = []
-    with _place(None) as here, progress.display(1, f"verify {strategy}", quiet=as_json) as shown:
+    with place(None) as here, progress.display(1, f"verify {strategy}", quiet=as_json) as shown:
         Runner(here.place, [model], settings, logs, records.append, shown, measure=False).run([case])
     record = records[0]
     equivalence = dict(record.get("equivalence") or {})
@@ -174,7 +147,7 @@ def verify(
         "notes": [*record["notes"], *equivalence.get("notes", [])],
         "log": None,
     }
-    if record["outcome"] == "ok" and keep_logs is None:
+    if record["outcome"] in ("ok", "infeasible") and keep_logs is None:
         shutil.rmtree(logs, ignore_errors=True)
     else:
         answer["log"] = _last_log(logs)
@@ -185,6 +158,19 @@ def verify(
 
         plan_table.show_verdict(answer, console())
     return 0 if record["outcome"] == "ok" else 1
+
+
+def _log_folder(asked: Path | None) -> Path:
+    """Where a check's logs go."""
+    if asked is None:
+        return Path(tempfile.mkdtemp(prefix="shardbench-verify-"))
+    try:
+        asked.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(
+            f"--keep-logs {asked}: not a usable folder ({error.strerror}); choose another"
+        ) from None
+    return asked
 
 
 def _last_log(logs: Path) -> str | None:
@@ -211,10 +197,17 @@ def run(
     out: Path,
     resume: str | None,
     as_json: bool,
+    given: frozenset[str] = frozenset(),
     **options: Any,
 ) -> int:
-    """`shardbench run`."""
+    """`shardbench run`; `given` names the options that were written on the command line."""
     _user_path()
+    complete = "--resume" if resume is not None else source if source and source.endswith(".toml") else None
+    if complete and (more := sorted(given - WITH_A_REQUEST)):
+        raise UsageError(
+            f"{complete} holds the whole request, so {', '.join(map(option_name, more))} would change nothing: "
+            f"leave {'it' if len(more) == 1 else 'them'} out"
+        )
     if resume is not None:
         if source is not None:
             raise UsageError(
@@ -258,14 +251,14 @@ def _request(
         path = Path(source)
         sweep = read_sweep(path)
         return sweep, [model.resolve(path.parent) for model in sweep.models]
-    expected = {}
+    expected: dict[str, Outcome] = {}
     for item in expect:
         name, _, outcome = item.rpartition("=")
         if not name or outcome not in OUTCOMES:
             raise UsageError(
                 f"--expect {item!r}: expected STRATEGY=OUTCOME, an outcome being {', '.join(OUTCOMES)}"
             )
-        expected[name] = outcome
+        expected[name] = cast("Outcome", outcome)
     given = {"steps": steps, "prompt": prompt, "deadline_seconds": deadline, "stall_seconds": stall}
     sweep = Sweep(
         models=(_model_request(source, options),),
@@ -294,8 +287,13 @@ def execute(
     """Run the cases that a run still lacks, and show and keep what came of it."""
     from harness import environment, history, progress, report
     from harness.sweep import Runner
+    from harness.tokens import tokenize
 
-    with _place(cluster) as here:
+    for model in models:  # what can be refused is, before anything is written
+        rows.check(model)
+        if sweep.settings.prompt is not None:
+            tokenize(model, sweep.settings.prompt)
+    with place(cluster) as here:
         if store is None:
             request = {
                 "sweep": sweep.model_dump(),

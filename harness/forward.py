@@ -1,4 +1,4 @@
-"""One forward pass of any mlx-lm or mlx-vlm language model: tokens in, logits out, through a cache of its own making."""
+"""A prompt in pieces through a model's cache, and what must be evaluated for it to have happened."""
 
 from __future__ import annotations
 
@@ -6,34 +6,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 
 PREFILL_STEP = 2048
 """Prompt tokens per forward pass of a prefill; mlx-lm's own default."""
-
-
-def logits_of(output: Any) -> mx.array:
-    """The logits in what a model returned.
-
-    mlx-lm's models return the array, mlx-vlm's an object that holds it.
-
-    Raises:
-        TypeError: there are no logits in it.
-    """
-    logits = getattr(output, "logits", output)
-    if not isinstance(logits, mx.array):
-        raise TypeError(f"the model returned {type(output).__name__}, which is neither logits nor holds any")
-    return logits
-
-
-def make_cache(model: nn.Module) -> list[Any]:
-    """A new, empty cache for one batch: the model's own `make_cache` if it has one, else one KV cache a layer."""
-    if hasattr(model, "make_cache"):
-        return list(model.make_cache())
-    # Imported late: mlx_lm's package costs most of a second, and models with a cache of their own don't need it.
-    from mlx_lm.models.cache import make_prompt_cache
-
-    return list(make_prompt_cache(model))
 
 
 def cache_state(cache: Sequence[Any]) -> list[Any]:

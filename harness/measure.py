@@ -27,8 +27,9 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from harness.forward import PREFILL_STEP, cache_state, chunks, logits_of, make_cache
+from harness.forward import PREFILL_STEP, cache_state, chunks
 from harness.prompts import digest
+from sharding.forward import logits_of, make_cache
 
 Clock = Callable[[], float]
 
@@ -154,8 +155,8 @@ def interleave(
     with mx.stream(_compute_stream()):
         issue(order[0])
         for n in range(len(order)):
-            if n + 1 < len(order):
-                issue(order[n + 1])
+            # One step more than is measured, so that the last one has a successor queued behind it like all others.
+            issue(order[(n + 1) % len(order)])
             which, y = queued.popleft()
             mx.eval(y)
             now = clock()
@@ -164,6 +165,7 @@ def interleave(
             last = now
             if n % (CLEAR_EVERY * len(streams)) == 0:
                 mx.clear_cache()
+        mx.eval(queued.pop()[1])
     result = {}
     for stream, seconds, ys in zip(streams, times, tokens, strict=True):
         # The first completion of all has nothing before it; it is always a warm-up step.

@@ -7,8 +7,9 @@ from collections.abc import Callable
 import mlx.core as mx
 import mlx.nn as nn
 
-from harness.forward import cache_state, chunks, logits_of, make_cache
+from harness.forward import cache_state, chunks
 from harness.taps import Handler, tapped
+from sharding.forward import logits_of, make_cache
 
 LOGITS_BYTES_LIMIT = 64 << 20
 """A prompt's logits are kept for as many positions, evenly spread, as fit into this."""

@@ -12,6 +12,9 @@ from harness.rows import size
 from sharding.rows import Row
 from sharding.source import Source
 
+REASONS = 3
+"""Reasons shown for one strategy and world size."""
+
 
 def show(rows: Sequence[Row], source: Source, console: Console) -> None:
     """The plan's rows as a table, then the reasons of those that are refused or do not fit."""
@@ -56,12 +59,15 @@ def show(rows: Sequence[Row], source: Source, console: Console) -> None:
             {True: "yes", False: "[yellow]no[/]", None: "?"}[row.fits],
         )
     console.print(table)
+    said: set[tuple[str, int, tuple[str, ...]]] = set()
     for row in rows:
-        for reason in row.reasons:
-            console.print(
-                f"{row.strategy}, {row.ranks} ranks, batch {row.batch}: {reason}",
-                soft_wrap=True,
-            )
+        if (row.strategy, row.ranks, row.reasons) in said:
+            continue
+        said.add((row.strategy, row.ranks, row.reasons))
+        for reason in row.reasons[:REASONS]:
+            console.print(f"{row.strategy}, {row.ranks} ranks: {reason}", soft_wrap=True, markup=False)
+        if len(row.reasons) > REASONS:
+            console.print(f"    and {len(row.reasons) - REASONS} more, which --json has", soft_wrap=True)
     console.print("weights, replicated, read and cache are bytes of the fullest rank", style="dim")
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Sequence
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -48,32 +47,20 @@ def _draw(bits: np.random.PCG64, count: int, below: int) -> npt.NDArray[np.int64
     return result
 
 
-def text_prompt(text: str, tokenizer: Any, batch: int, tokens: int, *, vocabulary: int | None = None) -> Ids:
-    """The ids of a text, shape (batch, tokens), exactly that many: repeated where it is shorter, cut where longer.
+def text_prompt(ids: Sequence[int], batch: int, tokens: int, *, repeat: int = 0) -> Ids:
+    """A text's ids as a prompt, shape (batch, tokens), exactly that many: the text goes round where it is shorter.
 
     No special tokens or chat template are added, and nothing goes back through text, so the length holds. Each row of
-    a batch starts at another place of the text.
-
-    Args:
-        tokenizer: of `transformers` or `tokenizers`, or mlx-lm's wrapper.
-        vocabulary: if given, ids must be below it.
+    a batch, and each repeat, starts at another place of the text.
 
     Raises:
-        ValueError: the text has no tokens, or the tokenizer and the model don't fit together.
+        ValueError: a size below 1, or no ids.
     """
-    if batch < 1 or tokens < 1:
-        raise ValueError(f"no prompt of {batch} x {tokens} tokens")
-    encoded = tokenizer.encode(text, add_special_tokens=False)
-    ids = [int(i) for i in getattr(encoded, "ids", encoded)]
-    if not ids:
-        raise ValueError("the text of the prompt has no tokens: give one that isn't empty")
-    if vocabulary is not None and max(ids) >= vocabulary:
-        raise ValueError(
-            f"the tokenizer gives id {max(ids)}, and the model knows {vocabulary}: they don't belong together"
-        )
+    if batch < 1 or tokens < 1 or repeat < 0 or not len(ids):
+        raise ValueError(f"no prompt of {batch} x {tokens} tokens from {len(ids)} ids, repeat {repeat}")
     source = np.asarray(ids, dtype=np.int32)
-    rows = [(np.arange(tokens) + row * len(source) // batch) % len(source) for row in range(batch)]
-    return source[np.stack(rows)]
+    starts = [row * len(source) // batch + repeat * tokens for row in range(batch)]
+    return source[np.stack([(start + np.arange(tokens)) % len(source) for start in starts])]
 
 
 def ragged_lengths(batch: int, longest: int) -> tuple[int, ...]:

@@ -22,9 +22,10 @@ import numpy as np
 from harness.arrays import load_arrays, save_arrays
 from harness.distance import Distance, Tolerance, compare_logits, distance
 from harness.equivalence import Divergence, Report, digest_arrays
-from harness.forward import PREFILL_STEP, cache_state, chunks, logits_of, make_cache
+from harness.forward import PREFILL_STEP, cache_state, chunks
 from harness.noise import FREE_FACTOR, FREE_ULPS, reordering
 from harness.taps import Disturber, Rounding, find_blocks, tapped, widest_reduction
+from sharding.forward import logits_of, make_cache
 
 MODULE = "ragged batch"
 _FORMAT = "ragged reference 1"

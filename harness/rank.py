@@ -64,9 +64,9 @@ class RankContext:
     def emit(self, event: Mapping[str, Any]) -> None:
         """Append one event, on disk when this returns; from any thread. The controller gets it within moments.
 
-        It counts as progress: a rank that emits nothing for the job's `stall_seconds` is taken for hung.
+        The moment (`t`, seconds since the epoch) is added. It counts as progress: a rank that emits nothing for the job's `stall_seconds` is taken for hung.
         """
-        line = memoryview(json.dumps(event).encode() + b"\n")
+        line = memoryview(json.dumps({"t": round(time.time(), 3), **event}).encode() + b"\n")
         with self._writing:
             handle = os.open(self.folder / protocol.EVENTS, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
             try:

@@ -19,7 +19,7 @@ import json
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -29,8 +29,10 @@ from sharding import strategies
 from sharding.source import Source
 
 Positive = Annotated[int, Field(ge=1, strict=True)]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Several = Annotated[tuple[Positive, ...], Field(min_length=1)]
 BACKENDS = ("mpi", "ring")
+Outcome = Literal["ok", "wrong", "crashed", "hung", "infeasible", "unreachable"]
 
 
 class _Model(BaseModel):
@@ -61,8 +63,8 @@ class Settings(_Model):
     shape_decode: Positive = 2
     ragged: bool = True
     prompt: str | None = None
-    deadline_seconds: Annotated[float, Field(gt=0)] = 3600.0
-    stall_seconds: Annotated[float, Field(gt=0)] = 300.0
+    deadline_seconds: Seconds = 3600.0
+    stall_seconds: Seconds = 300.0
 
 
 class ModelRequest(_Model):
@@ -109,7 +111,7 @@ class Sweep(_Model):
     backends: Annotated[tuple[str, ...], Field(min_length=1)] = ("mpi",)
     batches: Several = (1,)
     contexts: Several = (64,)
-    expect: dict[str, str] = Field(default_factory=dict)
+    expect: dict[str, Outcome] = Field(default_factory=dict)
     settings: Settings = Settings()
 
 
@@ -175,9 +177,11 @@ def expand(sweep: Sweep, models: list[Source]) -> list[Case]:
         if labels.count(label) > 1:
             raise UsageError(f"two models are called {label!r}: give each a label of its own")
     cases = []
+    known: dict[str, None] = {}
     for index, (request, model) in enumerate(zip(sweep.models, models, strict=True)):
         names = request.strategies or sweep.strategies or tuple(strategies.built_in(model.model_type))
         found = [strategies.resolve(name, model.model_type) for name in dict.fromkeys(names)]
+        known |= dict.fromkeys(strategy.name for strategy in found)
         for ranks in dict.fromkeys(request.ranks or sweep.ranks):
             for backend in ("none",) if ranks == 1 else tuple(dict.fromkeys(sweep.backends)):
                 for batch in dict.fromkeys(request.batches or sweep.batches):
@@ -203,4 +207,9 @@ def expand(sweep: Sweep, models: list[Source]) -> list[Case]:
                                     expect=expect,
                                 )
                             )
+    for name in sweep.expect:
+        if name not in known:
+            raise UsageError(
+                f"an outcome is expected of {name!r}, which is not run; strategies: {', '.join(known)}"
+            )
     return cases

@@ -1,15 +1,18 @@
 """Run a sweep on one host: plan each case, take references, launch, and record every case as it ends.
 
 One launch serves all cases of a model, world size and backend. When a job dies or hangs, what it was working
-at is recorded so, and another job does the rest; each job settles at least one case, so that this ends.
+at is recorded so, and another job does the rest. If it was timing several strategies in turn, nobody can say which
+of them it was: each of these gets a job of its own. Each job settles or singles out at least one case, so that this
+ends.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-import sys
 import tempfile
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,33 +20,20 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from harness import apart, evidence, protocol
 from harness.collect import Collector, base_record, now
-from harness.hosts import Host
+from harness.hosts import STALE_SECONDS
 from harness.launch import JobSpec, Verdict, run_job
+from harness.launcher import usable_cores
+from harness.place import Place, threads
 from harness.request import Case, Settings
+from harness.tokens import tokenize, vocabulary_of
 from sharding import rows, strategies
 from sharding.source import Source
 
 WORKER = ("-m", "harness.worker")
 Records = Callable[[dict[str, Any]], None]
 Progress = Callable[[dict[str, Any]], None]
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where jobs run and what they may use.
-
-    Attributes:
-        host: This machine or a remote one.
-        env: Environment of the ranks beyond the host's own (threads, a preloaded BLAS).
-        memory: Bytes that all ranks of the host may use together.
-        path: Folders that ranks add to Python's path, for users' own strategies.
-    """
-
-    host: Host
-    env: Mapping[str, str]
-    memory: int
-    path: tuple[str, ...] = ()
 
 
 @dataclass
@@ -99,7 +89,6 @@ class Runner:
         self.progress = progress
         self.measure = measure
         self.views: list[dict[str, Any]] = []
-        self._jobs = 0
 
     def run(self, cases: Sequence[Case]) -> None:
         """Settle every case."""
@@ -133,9 +122,7 @@ class Runner:
         planned = Planned()
         for case in cases:
             strategy = strategies.resolve(case.strategy, source.model_type)
-            memory = self.place.memory // case.ranks
-            args = ([strategy], [case.ranks])
-            row = rows.make_rows(source, *args, [case.batch], [case.context], memory)[0]
+            row = self._row(source, strategy, case, case.batch, self.place.memory // case.ranks)
             planned.rows[case.id] = row
             if not row.valid and strategy.users_own:
                 del planned.rows[case.id]  # it may still run on real ranks; how it fails there is what counts
@@ -143,12 +130,22 @@ class Runner:
                 planned.settled.add(case.id)
                 self._settle(case, source, row, "infeasible", list(row.reasons))
             elif (case.strategy, case.ranks) not in planned.steps:
-                one = row if case.batch == 1 else rows.make_rows(source, *args, [1], [case.context])[0]
+                one = row if case.batch == 1 else self._row(source, strategy, case, 1, None)
                 planned.steps[case.strategy, case.ranks] = (
                     dict(one.collectives_per_token or {}),
                     int(one.bytes_per_token or 0),
                 )
         return planned
+
+    def _row(
+        self, source: Source, strategy: strategies.Strategy, case: Case, batch: int, memory: int | None
+    ) -> rows.Row:
+        """The plan of a case, at a batch."""
+        if not strategy.users_own or case.ranks == 1:
+            return rows.make_rows(source, [strategy], [case.ranks], [batch], [case.context], memory)[0]
+        seconds = min(apart.SECONDS, self.settings.stall_seconds)
+        asked = (source, strategy.name, case.ranks, [batch], [case.context], memory)
+        return apart.plan_apart(*asked, seconds=seconds)[0]
 
     def _work(self, source: Source, cases: Sequence[Case]) -> dict[str, Any]:
         shapes = sorted({(case.batch, case.context) for case in cases})
@@ -166,29 +163,46 @@ class Runner:
         }
 
     def _job(
-        self, ranks: int, backend: str, work: Mapping[str, Any], files: Mapping[str, Path], on_event: Progress
+        self,
+        ranks: int,
+        backend: str,
+        work: Mapping[str, Any],
+        files: Mapping[str, Path],
+        on_event: Progress,
+        *,
+        alone: bool = False,
     ) -> Verdict:
-        self._jobs += 1
+        """Run one job; `alone` gives its one rank all cores, where nothing is timed."""
         spec = JobSpec(
             ranks=ranks,
             backend=backend,
             argv=WORKER,
-            env=dict(self.place.env),
+            env={**self.place.env, **(threads(usable_cores()) if alone else {})},
             deadline_seconds=self.settings.deadline_seconds,
             stall_seconds=self.settings.stall_seconds,
             work=dict(work),
             files=dict(files),
         )
-        into = self.logs / f"job-{self._jobs}"
-        while into.exists():
-            self._jobs += 1
-            into = self.logs / f"job-{self._jobs}"
+        into = self.logs / self._next_job()
+
+        seen: Counter[int] = Counter()
 
         def follow(event: dict[str, Any]) -> None:
+            seen[event["rank"]] += 1
             on_event(event)
             self.progress(event)
 
-        return run_job(self.place.host, spec, into, follow)
+        verdict = run_job(self.place.host, spec, into, follow)
+        # What a killed agent did not hand on any more would have its case taken for another's.
+        for event in evidence.unseen(into, seen):
+            on_event(event)
+        evidence.append_logs(into)
+        return verdict
+
+    def _next_job(self) -> str:
+        """The name of the next job's folder of logs."""
+        taken = [int(number) for path in self.logs.glob("job-*") if (number := path.name[4:]).isdecimal()]
+        return f"job-{max(taken, default=0) + 1}"
 
     def _references(self, source: Source, cases: list[Case], scratch: Path) -> References:
         found = References()
@@ -211,7 +225,7 @@ class Runner:
 
         self.progress({"event": "reference", "model": source.label})
         work = {**self._work(source, cases), "kind": "reference"}
-        verdict = self._job(1, "none", work, {}, listen)
+        verdict = self._job(1, "none", work, {}, listen, alone=True)
         self.views += found.views
         if verdict.outcome != "ok":
             found.problem = (verdict.outcome, f"the unsharded model: {verdict.reason}")
@@ -230,8 +244,9 @@ class Runner:
         planned: Planned,
         references: References,
     ) -> None:
-        remaining = list(cases)
-        while remaining:
+        waiting = [list(cases)]
+        while waiting:
+            remaining = waiting.pop(0)
             names = list(dict.fromkeys(case.strategy for case in remaining))
             steps = {name: planned.steps[name, ranks] for name in names if (name, ranks) in planned.steps}
             collector = Collector(
@@ -243,6 +258,7 @@ class Runner:
                 self._noted(references.notes),
                 self.measure,
                 references.blocks,
+                f"{self.logs.name}/{self._next_job()}",
             )
             work = {
                 **self._work(source, remaining),
@@ -258,10 +274,14 @@ class Runner:
             self.views += [collector.views[rank] for rank in sorted(collector.views)]
             collector.end(verdict.outcome, verdict.reason)
             if verdict.outcome == "unreachable":
-                for case in list(collector.open.values()):
+                unsettled = [*collector.open.values(), *(case for group in waiting for case in group)]
+                for case in unsettled:
                     self._settle(case, source, planned.rows.get(case.id), "unreachable", [verdict.reason])
                 return
-            remaining = [case for case in remaining if case.id in collector.open]
+            left = [case for case in remaining if case.id in collector.open]
+            suspects = [case for case in left if case.id in collector.suspects]
+            others = [case for case in left if case.id not in collector.suspects]
+            waiting += [group for group in (others, *([case] for case in suspects)) if group]
 
     def _noted(self, notes: list[str]) -> Records:
         def record(found: dict[str, Any]) -> None:
@@ -300,50 +320,14 @@ class Planned:
 
 @contextmanager
 def _scratch() -> Iterator[Path]:
-    folder = Path(tempfile.mkdtemp(prefix="shardbench-references-"))
+    """A private folder for references; what a killed controller left behind goes after a day."""
+    root = protocol.private_folder(Path(tempfile.gettempdir()) / f"shardbench-{os.getuid()}")
+    root = protocol.private_folder(root / "references")
+    for old in root.iterdir():
+        if time.time() - old.stat().st_mtime > STALE_SECONDS:
+            shutil.rmtree(old, ignore_errors=True)
+    folder = Path(tempfile.mkdtemp(dir=root))
     try:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def vocabulary_of(source: Source) -> int:
-    """Tokens that prompts are drawn from."""
-    config = source.config
-    nested = config.get("text_config")
-    return int(config.get("vocab_size") or (nested or {}).get("vocab_size") or 0)
-
-
-def tokenize(source: Source, text: str) -> list[int]:
-    """Token ids of a text, through the checkpoint's own tokenizer, without special tokens.
-
-    Raises:
-        UsageError: The source has no tokenizer, or the text no tokens.
-    """
-    from tokenizers import Tokenizer
-
-    from harness.errors import UsageError
-
-    path = Path(source.folder or "") / "tokenizer.json"
-    if source.folder is None or not path.is_file():
-        raise UsageError(
-            f"--prompt: {source.label} has no tokenizer.json; leave --prompt out for seeded random ids"
-        )
-    try:
-        ids = Tokenizer.from_file(str(path)).encode(text, add_special_tokens=False).ids
-    except Exception as error:  # The library raises bare exceptions.
-        raise UsageError(f"{path}: not a usable tokenizer ({error}); fetch the checkpoint again") from None
-    if not ids:
-        raise UsageError(f"--prompt {text!r}: no tokens in it; give more text")
-    return list(ids)
-
-
-def rank_environment(preload: Mapping[str, str]) -> dict[str, str]:
-    """Environment of a rank here: one BLAS thread, since ranks share the cores, and the preloaded BLAS."""
-    threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "VECLIB_MAXIMUM_THREADS"), "1")
-    kept = {
-        name: os.environ[name] for name in ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE") if name in os.environ
-    }
-    # MLX's CPU backend compiles fused functions with g++; without one they must run unfused.
-    unfused = {"MLX_DISABLE_COMPILE": "1"} if sys.platform == "linux" and shutil.which("g++") is None else {}
-    return {**threads, **kept, **unfused, **preload, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}

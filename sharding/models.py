@@ -129,18 +129,3 @@ def build(config: dict[str, Any]) -> nn.Module:
             "compare it with the published config"
         ) from error
     return model
-
-
-def layers_of(model: nn.Module) -> list[nn.Module]:
-    """The decoder layers in order, wherever the model keeps them.
-
-    Raises:
-        BadRequest: There are none to be found.
-    """
-    for holder in (model, getattr(model, "model", None), getattr(model, "language_model", None)):
-        layers = getattr(holder, "layers", None) if holder is not None else None
-        if layers:
-            return list(layers)
-    raise BadRequest(
-        f"{type(model).__name__} has no `layers`; shardbench needs them to load and check layer by layer"
-    )

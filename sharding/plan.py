@@ -11,11 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import mlx.core as mx
 import mlx.nn as nn
 
 from sharding.errors import Rejected
-from sharding.placement import OUT, Block, Collective, Cut, Leaf, Placement, Share
+from sharding.placement import OUT, Block, Collective, Leaf, Placement, Share
 from sharding.tree import parameters_of
 
 
@@ -88,12 +87,12 @@ class Reading:
         """
         if ranks < 1:
             raise ValueError(f"a plan is for at least 1 rank, not {ranks}")
-        reasons = [
+        reasons = [line for leaf, placement in self.leaves for line in placement.problems(leaf, ranks)]
+        reasons += [
             f"{_join(path, attribute)}: {count} does not divide by {ranks} ranks"
             for path, attribute, count in self.divide
             if count % ranks
         ]
-        reasons += [line for leaf, placement in self.leaves for line in placement.problems(leaf, ranks)]
         reasons += self.faults
         if reasons:
             raise Rejected(collapse(reasons))
@@ -159,21 +158,6 @@ def read_table(
         if path not in cuts
     ]
     return Reading(family, strategy, tuple(leaves), cuts, tuple(divide), tuple(natives), tuple(faults))
-
-
-def make_plan(
-    model: nn.Module, blocks: Sequence[Block], ranks: int, *, family: str, strategy: str, module: str
-) -> Plan:
-    """Read a table against a model for one world size; arguments and errors as in `read_table` and `Reading.plan`."""
-    return read_table(model, blocks, family=family, strategy=strategy, module=module).plan(ranks)
-
-
-def share_shape(array: mx.array, cut: Share, ranks: int) -> tuple[int, ...]:
-    """Shape of one rank's share of `array`; with equal shares it is every rank's."""
-    shape = list(array.shape)
-    if isinstance(cut, Cut):
-        shape[array.ndim + cut.axis] //= ranks
-    return tuple(shape)
 
 
 def _join(path: str, name: str) -> str:

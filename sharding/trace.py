@@ -15,6 +15,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from sharding.forward import make_cache
+
 KINDS = ("all_sum", "all_gather", "all_max", "all_min", "sum_scatter", "send", "recv", "recv_like")
 """The operations of `mx.distributed` that move data."""
 
@@ -153,21 +155,6 @@ def tracing(group: StandInGroup) -> Iterator[Recording]:
             yield recording
     finally:
         mx.enable_compile()
-
-
-def logits_of(output: Any) -> mx.array:
-    """Logits of a forward pass: mlx-lm's models return the array, mlx-vlm's an object that holds it."""
-    return output if isinstance(output, mx.array) else output.logits
-
-
-def make_cache(model: nn.Module) -> list[Any]:
-    """A fresh cache for one batch: the model's own, or plain key/value caches as mlx-lm makes them."""
-    if hasattr(model, "make_cache"):
-        return model.make_cache()
-    from sharding.models import import_model_module, layers_of
-
-    kv_cache = import_model_module("mlx_lm.models.cache").KVCache
-    return [kv_cache() for _ in layers_of(model)]
 
 
 def arrays_in(holder: Any) -> list[mx.array]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import mlx.core as mx
 
 from harness import exchange, measure
-from harness.forward import make_cache
 from harness.work.base import Worker
+from sharding.forward import make_cache
 from sharding.strategies import resolve
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from harness.prompts import random_prompt
+from harness.prompts import random_prompt, text_prompt
 from harness.rank import RankContext
 from sharding import load
 from sharding.source import Source
@@ -38,14 +38,10 @@ def prompt_of(work: Mapping[str, Any], batch: int, tokens: int, repeat: int = 0)
 
     A text arrives as ids; a repeat starts further on in it, so that no two prompts are alike.
     """
-    vocabulary = int(work["vocabulary"])
-    ids = work.get("prompt_ids")
-    if not ids:
-        return mx.array(
-            random_prompt(vocabulary, batch, tokens, seed=int(work["source"]["seed"]), repeat=repeat)
-        )
-    start = [(row * len(ids) // batch + repeat * tokens) % len(ids) for row in range(batch)]
-    return mx.array([[ids[(s + i) % len(ids)] for i in range(tokens)] for s in start])
+    if ids := work.get("prompt_ids"):
+        return mx.array(text_prompt(ids, batch, tokens, repeat=repeat))
+    seed = int(work["source"]["seed"])
+    return mx.array(random_prompt(int(work["vocabulary"]), batch, tokens, seed=seed, repeat=repeat))
 
 
 class Worker:
@@ -97,6 +93,6 @@ class Worker:
             thread.join()
 
 
-def one_line(error: Exception) -> str:
+def one_line(error: BaseException) -> str:
     """An exception's type and message, on one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"

@@ -13,13 +13,13 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from harness import blas, environment, equivalence, exchange, measure, precision
-from harness.forward import logits_of, make_cache
 from harness.ragged import RaggedReference, include_ragged
 from harness.reference import Reference
 from harness.work.base import Shape, Worker, one_line, prompt_of
 from harness.work.launcher_meter import LauncherMeter
 from sharding.apply import Pool
 from sharding.errors import Rejected
+from sharding.forward import logits_of, make_cache
 from sharding.strategies import Strategy, resolve
 from sharding.trace import counting
 
@@ -78,7 +78,10 @@ class RanksWorker(Worker):
         except Rejected as rejected:
             self.say("failed", strategy=strategy.name, outcome="infeasible", reason=str(rejected))
             reason = str(rejected)
-        except Exception as error:  # Foreign code may raise anything; the traceback is for the log.
+        except (
+            Exception,
+            SystemExit,
+        ) as error:  # Foreign code may raise anything; the traceback is for the log.
             traceback.print_exc()
             reason = f"{what} raised {one_line(error)}"
             self.say("failed", strategy=strategy.name, outcome="crashed", reason=reason)

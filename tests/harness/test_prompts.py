@@ -11,14 +11,6 @@ from hypothesis import strategies as st
 from harness.prompts import digest, ragged_lengths, random_prompt, text_prompt
 
 
-class WordTokenizer:
-    """A tokenizer of words, with special tokens unless told otherwise."""
-
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        ids = [len(word) for word in text.split()]
-        return [1, *ids] if add_special_tokens else ids
-
-
 @settings(max_examples=50, deadline=None)
 @given(st.integers(1, 2000), st.integers(1, 6), st.integers(1, 50), st.integers(0, 2**40), st.integers(0, 5))
 def test_random_prompts_have_the_asked_shape_and_range(vocabulary, batch, tokens, seed, repeat):
@@ -64,34 +56,19 @@ def test_impossible_sizes_are_refused():
 
 
 def test_text_has_exactly_the_asked_number_of_tokens():
-    """Short texts are repeated and long ones cut; no special token is added; rows of a batch differ."""
-    text = "a bb ccc dddd eeeee"
-    assert text_prompt(text, WordTokenizer(), 1, 3).tolist() == [[1, 2, 3]]
-    assert text_prompt(text, WordTokenizer(), 1, 12).tolist() == [[1, 2, 3, 4, 5, 1, 2, 3, 4, 5, 1, 2]]
-    rows = text_prompt(text, WordTokenizer(), 2, 4)
-    assert rows.shape == (2, 4)
-    assert rows[0].tolist() != rows[1].tolist()
+    """Short texts go round and long ones are cut; rows of a batch and repeats start at other places."""
+    ids = [1, 2, 3, 4, 5]
+    assert text_prompt(ids, 1, 3).tolist() == [[1, 2, 3]]
+    assert text_prompt(ids, 1, 12).tolist() == [[1, 2, 3, 4, 5, 1, 2, 3, 4, 5, 1, 2]]
+    assert text_prompt(ids, 2, 4).tolist() == [[1, 2, 3, 4], [3, 4, 5, 1]]
+    assert text_prompt(ids, 1, 3, repeat=1).tolist() == [[4, 5, 1]]
 
 
 def test_a_text_that_cannot_be_a_prompt_is_refused():
-    """An empty text, and a tokenizer of another model, are said to be that."""
-    with pytest.raises(ValueError, match="has no tokens"):
-        text_prompt("  ", WordTokenizer(), 1, 3)
-    with pytest.raises(ValueError, match="gives id 9, and the model knows 5"):
-        text_prompt("ninechars", WordTokenizer(), 1, 3, vocabulary=5)
-
-
-def test_a_tokenizers_encoding_is_understood():
-    """The `tokenizers` library returns an object with ids rather than a list."""
-
-    class Encoding:
-        ids = (4, 5)
-
-    class Tokenizer:
-        def encode(self, text: str, add_special_tokens: bool) -> Encoding:
-            return Encoding()
-
-    assert text_prompt("x", Tokenizer(), 1, 3).tolist() == [[4, 5, 4]]
+    """No ids make no prompt, and neither does a size of nothing."""
+    for arguments in (([], 1, 3), ([1], 0, 3), ([1], 1, 0)):
+        with pytest.raises(ValueError, match="no prompt of"):
+            text_prompt(*arguments)
 
 
 def test_a_digest_names_ids_and_shape_only():

@@ -8,12 +8,12 @@ from dataclasses import replace
 import mlx.core as mx
 import pytest
 
-from harness.forward import make_cache
 from harness.noise import BrokenReferenceError
 from harness.passes import spread_positions
 from harness.prompts import random_prompt
 from harness.reference import Reference, take_reference
 from harness.taps import find_blocks
+from sharding.forward import make_cache
 from tests.harness.small_models import VOCABULARY, llama
 
 PROMPT = mx.array(random_prompt(VOCABULARY, 2, 19, seed=0))

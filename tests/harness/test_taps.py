@@ -9,7 +9,6 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from harness.forward import logits_of, make_cache
 from harness.taps import (
     Block,
     Disturber,
@@ -25,6 +24,7 @@ from harness.taps import (
     widest_reduction,
     with_first_array,
 )
+from sharding.forward import logits_of, make_cache
 from tests.harness.small_models import deepseek_v4, llama
 
 TOKENS = mx.array([[5, 9, 2, 77, 31, 8, 1, 64, 3, 12]])

@@ -21,10 +21,10 @@ import mlx.nn as nn
 from sharding import load, lockstep, strategies
 from sharding import source as sources
 from sharding.families.registry import family_of
-from sharding.placement import Block
-from sharding.plan import Plan, make_plan
+from sharding.forward import logits_of, make_cache
+from sharding.placement import Block, Cut, Share
+from sharding.plan import Plan, read_table
 from sharding.source import Source
-from sharding.trace import logits_of, make_cache
 from sharding.tree import parameters_of
 
 DATA = Path(__file__).parents[1] / "data"
@@ -156,9 +156,8 @@ def plan_of(
     model = load.lazy(source, values=False)
     if change is not None:
         change(model)
-    return make_plan(
-        model, table, ranks, family=family.name, strategy="of a test", module=family.module(source.model_type)
-    )
+    module = family.module(source.model_type)
+    return read_table(model, table, family=family.name, strategy="of a test", module=module).plan(ranks)
 
 
 def tokens(count: int, batch: int = BATCH, vocabulary: int = 128) -> mx.array:
@@ -234,3 +233,11 @@ def same_parameters(first: nn.Module, second: nn.Module) -> bool:
     return ours.keys() == theirs.keys() and all(
         ours[p].dtype == theirs[p].dtype and bool(mx.array_equal(ours[p], theirs[p]).item()) for p in ours
     )
+
+
+def share_shape(array: mx.array, share: Share, ranks: int) -> tuple[int, ...]:
+    """Shape of one rank's share of `array`; with equal shares it is every rank's."""
+    shape = list(array.shape)
+    if isinstance(share, Cut):
+        shape[array.ndim + share.axis] //= ranks
+    return tuple(shape)

@@ -9,11 +9,9 @@ import sys
 from pathlib import Path
 
 import mlx.core as mx
-import mlx.nn as nn
 import pytest
 
 from sharding import models
-from sharding.errors import BadRequest
 from sharding.families import registry
 from tests.sharding import small
 
@@ -108,7 +106,7 @@ def test_a_model_is_built_from_the_class_of_its_module():
     for config in (small.LLAMA, small.MISTRAL, small.QWEN3, small.V4):
         model = models.build(dict(config))
         assert type(model).__module__ == models.model_module(config["model_type"])
-        assert len(models.layers_of(model)) == config["num_hidden_layers"]
+        assert len(model.model.layers) == config["num_hidden_layers"]
 
 
 def test_building_allocates_nothing():
@@ -118,9 +116,3 @@ def test_building_allocates_nothing():
     before = mx.get_active_memory()
     models.build(config)
     assert mx.get_active_memory() - before < 2**20
-
-
-def test_a_model_without_layers_is_refused():
-    """Layers are needed to load and check one at a time."""
-    with pytest.raises(BadRequest, match="Linear has no `layers`"):
-        models.layers_of(nn.Linear(2, 2))

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from sharding import load, lockstep, strategies
 from sharding.errors import Rejected
 from sharding.placement import Block, Cut, Once, column, replicated
-from sharding.plan import Plan, collapse, make_plan, share_shape
+from sharding.plan import Plan, collapse, read_table
 from sharding.tree import parameters_of
 from tests.sharding import small
 
@@ -285,7 +285,7 @@ def together(source, plan: Plan, strategy: str) -> None:
     for path, array in parameters_of(small.whole(source)).items():
         cut = plan.cuts[path]
         held = [shares[path] if path in shares else shares[inner(path)] for shares in ranks]
-        assert all(tuple(share.shape) == share_shape(array, cut, plan.ranks) for share in held), path
+        assert all(tuple(share.shape) == small.share_shape(array, cut, plan.ranks) for share in held), path
         assert all(share.dtype == array.dtype for share in held), path
         if cut is None:
             assert all(mx.array_equal(share, array).item() for share in held), path
@@ -312,7 +312,7 @@ def test_quantised_arrays_of_one_layer_are_cut_alike():
                 arrays = parameters_of(model)
                 assert plan.cuts[f"{base}.weight"] == cut
                 shapes = [
-                    share_shape(arrays[f"{base}.{n}"], plan.cuts[f"{base}.{n}"], 2)
+                    small.share_shape(arrays[f"{base}.{n}"], plan.cuts[f"{base}.{n}"], 2)
                     for n in ("weight", "scales")
                 ]
                 assert shapes[0][:-1] == shapes[1][:-1]
@@ -351,8 +351,8 @@ def test_shares_are_equal_in_every_axis():
     array = mx.zeros((6, 4, 8))
     for cut in (Cut(-3, 3), Cut(-2, 4), Cut(-1, 8, 2)):
         n = cut.units // cut.runs
-        assert math.prod(share_shape(array, cut, n)) * n == array.size
-    assert share_shape(array, None, 2) == share_shape(array, Once(), 2) == (6, 4, 8)
+        assert math.prod(small.share_shape(array, cut, n)) * n == array.size
+    assert small.share_shape(array, None, 2) == small.share_shape(array, Once(), 2) == (6, 4, 8)
 
 
 def test_the_table_is_read_against_the_model_and_not_the_config():
@@ -381,6 +381,7 @@ def test_two_placements_of_one_module_are_told_apart():
         },
     )
     rest = [block for block in table if block.cls not in {"TransformerBlock", "MLP"}]
-    plan = make_plan(model, [*rest, flat], 2, family="llama", strategy="flat", module="mlx_lm.models.llama")
+    module = "mlx_lm.models.llama"
+    plan = read_table(model, [*rest, flat], family="llama", strategy="flat", module=module).plan(2)
     assert plan.cuts["model.layers.0.mlp.gate_proj.weight"] == Cut(-2, 256)
     assert plan.cuts["model.layers.0.mlp.down_proj.weight"] is None

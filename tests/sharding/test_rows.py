@@ -165,9 +165,9 @@ def test_cache_bytes_are_those_of_real_caches(config, strategy, batch, context):
 
     def work(group):
         model = found.apply(load.lazy(source), group)
-        cache = trace.make_cache(model)
+        cache = small.make_cache(model)
         for count in (context, 1):
-            mx.eval(trace.logits_of(model(small.tokens(count, batch), cache=cache)))
+            mx.eval(small.logits_of(model(small.tokens(count, batch), cache=cache)))
         return sum(array.nbytes for array in trace.arrays_in(cache))
 
     assert row.cache_bytes_per_rank == tuple(lockstep.run(2, work))

@@ -8,7 +8,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from sharding import load, models
+from sharding import load
 from sharding import source as sources
 from sharding.errors import BadRequest
 from sharding.source import Source
@@ -161,7 +161,7 @@ def test_layers_keep_every_kind(layers):
     assert [whole.config["compress_ratios"][i] for i in cut.kept] == cut.config["compress_ratios"]
     assert "num_hidden_layers" in cut.cuts[-1]
     assert f"-> {layers}" in cut.cuts[-1]
-    assert len(models.layers_of(load.lazy(cut, values=False))) == layers
+    assert len(load.lazy(cut, values=False).model.layers) == layers
 
 
 def test_layers_rewrite_every_per_layer_list():

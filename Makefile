@@ -23,7 +23,7 @@ run: setup
 	$(PY) -m harness.demo
 
 test: setup sshd
-	$(PY) -m pytest -m "not slow"
+	$(PY) -m pytest -m "not slow" -n 3 --dist loadfile
 
 lint: setup
 	$(PY) -m ruff check .

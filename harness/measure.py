@@ -4,10 +4,14 @@
     for series in interleave([stream, other], steps=32, warmup=8): ...
 
 mlx-lm's `generate_step` builds the next step and hands it over (`async_eval`) before it waits for the current one, so
-that the device never waits for Python. `interleave` does the same with any number of streams: while one stream's step
-is computed, the next stream's is built and queued behind it. A device works through its queue in order, so a step took
-the time between the completion before it and its own. With one stream this is mlx-lm's loop, call for call. The order
-rotates each round, so that no stream always follows the same other one.
+that the device never waits for Python. `interleave` does just that, for a burst of a few steps of one stream, then of
+the next: in each burst one step leads in, and one more is queued behind the last that is measured. With one stream it
+is a single burst, mlx-lm's loop call for call. The order of streams rotates, so that none always follows the same other.
+
+Why not step by step, with the next stream's step queued behind the current one? Because `async_eval` does not return
+at once: MLX lets a few tasks of a stream wait (on a CPU, ten operations), so it comes back when the queued step is
+nearly done, and the wait for the current one then ends at the wrong moment. Tried with two strategies that take 237 and
+291 ms a step by themselves, it gave 285 and 273: each step's time had gone to its neighbour.
 
 All ranks of a job run the same steps in the same order, as their collectives must meet: the order depends on nothing
 but the number of streams, and nothing stops early (an end-of-sequence token is a token like any other).
@@ -32,6 +36,9 @@ from harness.prompts import digest
 from sharding.forward import logits_of, make_cache
 
 Clock = Callable[[], float]
+
+BURST = 4
+"""Measured steps of one stream before the next one's turn."""
 
 CLEAR_EVERY = 256
 """Steps between two releases of MLX's cache of buffers; mlx-lm's own number."""
@@ -60,8 +67,8 @@ class Series:
     Attributes:
         name: the stream's.
         batch: sequences decoded together.
-        warmup: seconds of the steps before measuring, kept to be looked at. The very first step has no completion
-            before it and no time.
+        warmup: seconds of the steps before measuring, kept to be looked at. The step that leads in to a burst has no
+            completion before it and no time.
         seconds: seconds of each measured step (one token for each sequence).
         tokens_digest: of all tokens decoded; the same on every rank, or the ranks have parted.
     """
@@ -111,7 +118,7 @@ def _compute_stream() -> Any:
 
 
 def rotation(streams: int, rounds: int) -> list[int]:
-    """Which stream steps when: each round all of them once, each time starting one further."""
+    """Whose turn it is: each round all of them once, each time starting one further."""
     if streams < 1 or rounds < 1:
         raise ValueError(f"{rounds} rounds of {streams} streams: both must be at least 1")
     return [(start + i) % streams for start in range(rounds) for i in range(streams)]
@@ -123,56 +130,91 @@ def step(model: nn.Module, cache: list[Any], y: mx.array) -> mx.array:
     return mx.argmax(logits[:, -1, :], axis=-1)
 
 
+def bursts(steps: int, burst: int) -> list[int]:
+    """Sizes of the bursts that make up so many steps: equal ones, and what is left."""
+    if steps < 1 or burst < 1:
+        raise ValueError(f"{steps} steps in bursts of {burst}: both must be at least 1")
+    return [min(burst, steps - start) for start in range(0, steps, burst)]
+
+
 def interleave(
-    streams: Sequence[Stream], steps: int, warmup: int, clock: Clock = time.perf_counter
+    streams: Sequence[Stream],
+    steps: int,
+    warmup: int,
+    *,
+    burst: int = BURST,
+    clock: Clock = time.perf_counter,
 ) -> dict[str, Series]:
-    """Decode with all streams in turn, one step each a round.
+    """Decode with all streams in turn, a burst of steps each.
 
     Args:
         streams: with names that differ, all prefilled; their caches and tokens move on.
         steps: measured steps of each.
         warmup: steps of each before that, at the very shapes that are measured; at least one.
+        burst: measured steps of one stream before the next one's turn; a single stream has just one burst.
 
     Returns:
         The times of each stream, by name, in the given order.
     """
-    if steps < 1 or warmup < 1:
-        raise ValueError(f"{steps} steps after {warmup} to warm up: both must be at least 1")
+    if warmup < 1:
+        raise ValueError(f"{warmup} steps to warm up: there must be at least 1")
     if len({s.name for s in streams}) != len(streams):
         raise ValueError("two streams have the same name: " + ", ".join(s.name for s in streams))
-    order = rotation(len(streams), warmup + steps)
+    sizes = bursts(steps, burst if len(streams) > 1 else max(1, steps))
     times: list[list[float]] = [[] for _ in streams]
     tokens: list[list[mx.array]] = [[] for _ in streams]
-    queued: deque[tuple[int, mx.array]] = deque()
+    order = rotation(len(streams), len(sizes))
+    with mx.stream(_compute_stream()):
+        for turn, which in enumerate(order):
+            number = turn // len(streams)
+            count = sizes[number] + (warmup if number == 0 else 0)
+            seconds, ys = _burst(streams[which], count, clock)
+            times[which] += seconds
+            tokens[which] += ys
+            if turn + 1 < len(order):
+                mx.clear_cache()
+    return {
+        stream.name: Series(
+            stream.name,
+            stream.y.size,
+            tuple(seconds[:warmup]),
+            tuple(seconds[warmup:]),
+            digest(mx.stack(ys, axis=1)),
+        )
+        for stream, seconds, ys in zip(streams, times, tokens, strict=True)
+    }
 
-    def issue(which: int) -> None:
-        stream = streams[which]
+
+def _burst(stream: Stream, count: int, clock: Clock) -> tuple[list[float], list[mx.array]]:
+    """`count` steps as mlx-lm runs them, after one that leads in and before one that is queued behind the last.
+
+    Returns:
+        The seconds of the steps, each from the completion before it, and the tokens of all steps.
+    """
+    queued: deque[mx.array] = deque()
+    done: list[mx.array] = []
+    times: list[float] = []
+
+    def issue() -> None:
         stream.y = step(stream.model, stream.cache, stream.y)
         mx.async_eval(stream.y)
-        queued.append((which, stream.y))
+        queued.append(stream.y)
 
+    issue()
     last = math.nan
-    with mx.stream(_compute_stream()):
-        issue(order[0])
-        for n in range(len(order)):
-            # One step more than is measured, so that the last one has a successor queued behind it like all others.
-            issue(order[(n + 1) % len(order)])
-            which, y = queued.popleft()
-            mx.eval(y)
-            now = clock()
-            times[which].append(now - last)
-            tokens[which].append(y)
-            last = now
-            if n % (CLEAR_EVERY * len(streams)) == 0:
-                mx.clear_cache()
-        mx.eval(queued.pop()[1])
-    result = {}
-    for stream, seconds, ys in zip(streams, times, tokens, strict=True):
-        # The first completion of all has nothing before it; it is always a warm-up step.
-        known = tuple(s for s in seconds[:warmup] if not math.isnan(s))
-        decoded = digest(mx.stack(ys, axis=1))
-        result[stream.name] = Series(stream.name, stream.y.size, known, tuple(seconds[warmup:]), decoded)
-    return result
+    for n in range(count + 1):
+        issue()
+        y = queued.popleft()
+        mx.eval(y)
+        now = clock()
+        if n:
+            times.append(now - last)
+        last = now
+        done.append(y)
+        if n % CLEAR_EVERY == 0:
+            mx.clear_cache()
+    mx.eval(queued[0])
+    return times, [*done, queued.popleft()]
 
 
 def abba(names: Sequence[str], repeats: int = 1) -> list[str]:
@@ -204,7 +246,7 @@ def blocks(
     result: dict[str, list[Series]] = {name: [] for name in builders}
     for name in abba(list(builders), repeats):
         stream = builders[name]()
-        (series,) = interleave([stream], steps, warmup, clock).values()
+        (series,) = interleave([stream], steps, warmup, clock=clock).values()
         result[name].append(series)
         del stream
         gc.collect()

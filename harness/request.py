@@ -45,6 +45,7 @@ class Settings(_Model):
     Attributes:
         steps: Measured decode steps of each case.
         warmup: Decode steps before that, at the same shapes.
+        burst: Measured steps of one strategy before the next one's turn.
         prefills: Measured prefills of each case; one more comes first to warm up.
         check_batch, check_prompt, check_decode: Size of the check that every strategy must pass before it is timed.
         shape_decode: Decode steps of the end-to-end check at each timed batch and context.
@@ -56,6 +57,7 @@ class Settings(_Model):
 
     steps: Positive = 32
     warmup: Positive = 8
+    burst: Positive = 4
     prefills: Positive = 3
     check_batch: Positive = 2
     check_prompt: Positive = 37

@@ -14,7 +14,7 @@ from harness import statistics
 
 NOT_MEASURED = "–"
 INTERLEAVING = {
-    "step": "strategies interleaved step by step",
+    "burst": "strategies in turn, a few steps each",
     "abba": "strategies in alternating blocks (ABBA)",
     "single": "timed alone",
 }
@@ -226,7 +226,7 @@ def _compare(record: Mapping[str, Any], reference: Mapping[str, Any]) -> statist
     """Compare two cases by their samples; None when either has kept none."""
     mine, theirs = ((r.get("samples") or {}).get("decode") or [] for r in (record, reference))
     try:
-        return statistics.ratio(mine, theirs, interleaved=record.get("interleaving") == "step")
+        return statistics.ratio(mine, theirs, interleaved=record.get("interleaving") == "burst")
     except (ValueError, TypeError):
         return None
 

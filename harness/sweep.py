@@ -290,17 +290,17 @@ class Runner:
         return record
 
     def _interleaving(self, cases: Sequence[Case], planned: Planned, ranks: int) -> str:
-        """Step by step when all strategies fit beside each other; slices that are shared count once at most."""
+        """In turn, a burst of steps each, when all strategies fit beside each other even if they shared no slices."""
         held: dict[str, int] = {}
         cache = 0
         for case in cases:
             row = planned.rows.get(case.id)
             if row is None:
-                return "abba" if len({c.strategy for c in cases}) > 1 else "step"
+                return "abba" if len({c.strategy for c in cases}) > 1 else "burst"
             held[case.strategy] = max(row.weight_bytes_per_rank)
             cache = max(cache, max(row.cache_bytes_per_rank, default=0))
         needed = sum(held.values()) + cache * len(held)
-        return "step" if needed <= self.place.memory // ranks else "abba"
+        return "burst" if needed <= self.place.memory // ranks else "abba"
 
 
 @dataclass

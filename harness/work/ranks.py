@@ -32,7 +32,7 @@ class RanksWorker(Worker):
         self.say("rank", view=environment.rank_view(blas.loaded_blas()))
         self.group = exchange.connect(self.context)
         self.strategies = [resolve(name, self.source.model_type) for name in self.work["strategies"]]
-        self.together = self.work["interleaving"] == "step"
+        self.together = self.work["interleaving"] == "burst"
         # Equal slices of several strategies are held once, where the models are held together at all.
         self.pool = Pool() if self.together else None
         self.models: dict[str, nn.Module] = {}
@@ -190,6 +190,7 @@ class RanksWorker(Worker):
                         list(streams.values()),
                         self.settings["steps"],
                         self.settings["warmup"],
+                        burst=self.settings["burst"],
                         clock=self.clock,
                     ).items()
                 }
@@ -209,7 +210,7 @@ class RanksWorker(Worker):
                 prefill_warmup=list(prefills[name].warmup),
                 tokens_per_second=shape.batch * len(seconds) / sum(seconds),
                 tokens_digest=[series.tokens_digest for series in decodes[name]],
-                interleaving=("step" if self.together else "abba") if len(names) > 1 else "single",
+                interleaving=("burst" if self.together else "abba") if len(names) > 1 else "single",
                 launcher=used,
             )
 

@@ -93,7 +93,7 @@ class Job:
             "prefill_warmup": [0.9],
             "tokens_per_second": 77.0,
             "tokens_digest": ["same"],
-            "interleaving": "step",
+            "interleaving": "burst",
             "launcher": {"cpu_seconds": 0.0, "stopped": False},
             **changes,
         }

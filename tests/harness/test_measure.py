@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import statistics
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 
@@ -36,6 +38,18 @@ def greedy(model: Any, prompt: mx.array, steps: int) -> list[int]:
     return [int(t) for t in np.array(tokens[0, prompt.shape[1] :])]
 
 
+class Repeated(nn.Module):
+    """A model that does its work so many times over."""
+
+    def __init__(self, model: nn.Module, times: int) -> None:
+        super().__init__()
+        self.model, self.times = model, times
+
+    def __call__(self, tokens: mx.array, cache: Any) -> mx.array:
+        extra = sum((self.model(tokens) for _ in range(self.times)), mx.zeros(1))
+        return self.model(tokens, cache=cache) + 0 * extra
+
+
 class Log:
     """Replaces mx.eval and mx.async_eval by ones that note what was asked, in order."""
 
@@ -54,11 +68,11 @@ class Log:
 
 def test_the_tokens_are_those_of_plain_decoding():
     """Alone or beside others, a stream decodes exactly what its model decodes."""
-    expected = greedy(llama(), PROMPT, 13)
+    expected = greedy(llama(), PROMPT, 19)
     alone = interleave([stream()], steps=8, warmup=4)["a"]
-    assert alone.tokens_digest == digest([expected[1:13]])
-    together = interleave([stream(), stream("b", seed=1), stream("c", seed=2)], steps=8, warmup=4)
-    assert together["a"].tokens_digest == alone.tokens_digest
+    assert alone.tokens_digest == digest([expected[1:15]])  # with the steps that lead in and out
+    together = interleave([stream(), stream("b", seed=1), stream("c", seed=2)], steps=8, warmup=4, burst=4)
+    assert together["a"].tokens_digest == digest([expected[1:17]])
     assert together["b"].tokens_digest != alone.tokens_digest
 
 
@@ -66,9 +80,11 @@ def test_the_next_step_is_handed_over_before_the_current_one_is_waited_for(monke
     """One hand-over ahead, always: the device has work while Python waits; and one wait a step, no more."""
     streams = [stream(), stream("b", seed=1)]
     log = Log(monkeypatch)
-    interleave(streams, steps=3, warmup=1)
-    # Eight steps, each with its successor queued; one step more than is measured, so that the last has one, too.
-    assert log.events == ["async_eval", *["async_eval", "eval"] * 8, "eval"]
+    interleave(streams, steps=5, warmup=1, burst=3)
+    # Bursts of 3 + 1, 3 + 1, 2 and 2 measured steps, each after one that leads in and before one behind the last.
+    counts = (4, 4, 2, 2)
+    expected = [["async_eval", *["async_eval", "eval"] * (count + 1), "eval"] for count in counts]
+    assert log.events == [event for burst in expected for event in burst]
 
 
 def test_one_stream_asks_no_more_of_the_device_than_mlx_lm(monkeypatch):
@@ -78,7 +94,7 @@ def test_one_stream_asks_no_more_of_the_device_than_mlx_lm(monkeypatch):
     steps = 10
     one = stream()
     log = Log(monkeypatch)
-    interleave([one], steps=steps - 1, warmup=1)
+    interleave([one], steps=steps - 2, warmup=1)
     ours = list(log.events)
     log.events.clear()
     generator = generate_step(PROMPT[0], one.model, max_tokens=steps)
@@ -93,15 +109,27 @@ def test_one_stream_asks_no_more_of_the_device_than_mlx_lm(monkeypatch):
     assert ours.count("eval") == steps + 1 == waits + 1
 
 
-def test_a_steps_time_goes_to_the_stream_that_completed():
-    """With a clock of our own, the interval that ends with a stream's completion is that stream's."""
+def test_a_steps_time_is_that_of_its_own_stream():
+    """With a clock of our own, a step took the time from the completion before it in the same burst."""
     ticks = iter(float(n * n) for n in range(100))
-    result = interleave([stream(), stream("b", seed=1)], steps=2, warmup=1, clock=lambda: next(ticks))
-    # Completions in the order a b | b a | a b at times 0 1 4 9 16 25.
-    assert result["a"].warmup == ()
-    assert result["a"].seconds == (5.0, 7.0)
-    assert result["b"].warmup == (1.0,)
-    assert result["b"].seconds == (3.0, 9.0)
+    result = interleave(
+        [stream(), stream("b", seed=1)], steps=3, warmup=1, burst=2, clock=lambda: next(ticks)
+    )
+    # Completions, by bursts a b | b a, at times 0 1 4 9, 16 25 36 49 | 64 81, 100 121: the first of each leads in.
+    assert (result["a"].warmup, result["a"].seconds) == ((1.0,), (3.0, 5.0, 21.0))
+    assert (result["b"].warmup, result["b"].seconds) == ((9.0,), (11.0, 13.0, 17.0))
+
+
+def test_slow_and_fast_streams_keep_their_own_times():
+    """A stream that is many times slower than its neighbour is so in its own figures, whatever is queued behind it.
+
+    Queueing one stream's step behind another's had their times mixed, since handing a step over waits for the one
+    before it.
+    """
+    slow = Stream("slow", Repeated(llama(), 12), make_cache(llama()), mx.array([3]))
+    fast = Stream("fast", llama(), make_cache(llama()), mx.array([3]))
+    result = interleave([slow, fast], steps=12, warmup=4, burst=4)
+    assert statistics.median(result["slow"].seconds) > 3 * statistics.median(result["fast"].seconds)
 
 
 def test_the_rate_counts_intervals_and_not_tokens():
@@ -111,10 +139,10 @@ def test_the_rate_counts_intervals_and_not_tokens():
 
 
 def test_every_sample_is_kept():
-    """As many times as steps, warm-up apart: only the very first completion has nothing before it."""
+    """As many times as steps, warm-up apart."""
     result = interleave([stream(), stream("b", seed=1)], steps=5, warmup=3)
     assert [len(s.seconds) for s in result.values()] == [5, 5]
-    assert [len(s.warmup) for s in result.values()] == [2, 3]
+    assert [len(s.warmup) for s in result.values()] == [3, 3]
     assert list(result) == ["a", "b"]
 
 
@@ -130,7 +158,7 @@ def test_a_batch_decodes_as_one():
     """Several sequences step together, each with its own token, and count as many tokens."""
     prompt = mx.array(random_prompt(VOCABULARY, 3, 11, seed=0))
     series = interleave([stream(prompt=prompt)], steps=4, warmup=2)["a"]
-    rows = [greedy(llama(), prompt[i : i + 1], 7)[1:] for i in range(3)]
+    rows = [greedy(llama(), prompt[i : i + 1], 9)[1:] for i in range(3)]
     assert series.batch == 3
     assert series.tokens_digest == digest(rows)
 
@@ -199,7 +227,7 @@ def test_prefills_are_interleaved_and_go_on_as_streams():
     times, streams = prefills({"a": llama(), "b": llama(1)}, prompts, warmup=1)
     assert [(t.batch, t.tokens, len(t.warmup), len(t.seconds)) for t in times.values()] == [(2, 9, 1, 3)] * 2
     decoded = interleave(list(streams.values()), steps=2, warmup=1)
-    rows = [greedy(llama(), prompts[-1][i : i + 1], 4)[1:] for i in range(2)]
+    rows = [greedy(llama(), prompts[-1][i : i + 1], 6)[1:] for i in range(2)]
     assert decoded["a"].tokens_digest == digest(rows)
     for bad, match in ((prompts[:1], "to warm up"), ([prompts[0], PROMPT], "differ in shape")):
         with pytest.raises(ValueError, match=match):
@@ -234,5 +262,5 @@ def test_buffers_are_released_as_often_as_mlx_lm_does(monkeypatch):
     monkeypatch.setattr(measure, "CLEAR_EVERY", 4)
     one = stream()
     monkeypatch.setattr(mx, "clear_cache", lambda: cleared.append(1))
-    interleave([one], steps=7, warmup=1)
+    interleave([one], steps=6, warmup=1)
     assert len(cleared) == 2

@@ -321,7 +321,7 @@ def play(
                         "prefill_warmup": [0.1],
                         "tokens_per_second": 10.0,
                         "tokens_digest": ["x"],
-                        "interleaving": "step",
+                        "interleaving": "burst",
                         "launcher": {},
                     }
                 )

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from harness.errors import UsageError
 from harness.hosts import LocalHost
 from harness.launch import JobSpec, run_job
 from harness.place import rank_environment
@@ -14,6 +14,10 @@ from harness.sweep import WORKER
 from sharding import source as sources
 
 TOKENS = 32
+
+
+class NoAnswer(RuntimeError):
+    """The ranks ended without an answer."""
 
 
 def ask(folder: Path, question: str, *, ranks: int, strategy: str = "tensor", tokens: int = TOKENS) -> str:
@@ -27,7 +31,7 @@ def ask(folder: Path, question: str, *, ranks: int, strategy: str = "tensor", to
         tokens: At most so many are generated.
 
     Raises:
-        UsageError: No usable tokenizer, or the ranks gave no answer.
+        NoAnswer: The ranks gave none.
     """
     from transformers import AutoTokenizer
 
@@ -60,8 +64,9 @@ def ask(folder: Path, question: str, *, ranks: int, strategy: str = "tensor", to
             "stop": sorted({i for i in (tokenizer.eos_token_id,) if i is not None}),
         },
     )
-    with tempfile.TemporaryDirectory(prefix="shardbench-answer-") as logs:
-        verdict = run_job(LocalHost(), spec, Path(logs), listen)
+    logs = Path(tempfile.mkdtemp(prefix="shardbench-answer-"))
+    verdict = run_job(LocalHost(), spec, logs, listen)
     if verdict.outcome != "ok" or not found:
-        raise UsageError(f"{ranks} ranks gave no answer: {verdict.reason}")
+        raise NoAnswer(f"{ranks} ranks gave no answer: {verdict.reason}; logs in {logs}")
+    shutil.rmtree(logs, ignore_errors=True)
     return str(tokenizer.decode(found, skip_special_tokens=True)).strip()

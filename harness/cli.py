@@ -178,6 +178,12 @@ def plan(**options: Any) -> int:
 )
 @click.option("--backend", type=click.Choice(["mpi", "ring"]), default="mpi", show_default=True)
 @click.option("--deadline", type=SECONDS, default=3600.0, help="Seconds that the job may take.")
+@click.option(
+    "--stall",
+    type=SECONDS,
+    default=300.0,
+    help="Seconds without progress after which a rank is hung.",
+)
 @click.option("--keep-logs", type=click.Path(path_type=Path), help="Keep the job's logs in this folder.")
 @json_option
 def verify(**options: Any) -> int:

@@ -10,7 +10,8 @@ from typing import Any
 from harness import equivalence, statistics
 from harness.equivalence import Report
 from harness.request import Case
-from harness.runs import SCHEMA
+from harness.runs import SCHEMA, TIMINGS
+from sharding.families.registry import family_of
 from sharding.rows import Row
 from sharding.source import Source
 
@@ -27,6 +28,10 @@ PLANNED = (
 """Fields of a plan's row that a record carries on."""
 
 
+OF_ANOTHER = "failed on another rank"
+"""How a rank says that it stopped because of another one."""
+
+
 def now() -> str:
     """This moment, UTC."""
     return datetime.now(UTC).isoformat(timespec="milliseconds")
@@ -35,12 +40,13 @@ def now() -> str:
 def base_record(case: Case, source: Source, row: Row | None, started: str) -> dict[str, Any]:
     """What a record of any outcome says of its case."""
     planned = row.to_json() if row is not None else {}
+    family = family_of(source.model_type)
     return {
         "schema": SCHEMA,
         "case": case.id,
         "model": source.label,
         "model_type": source.model_type,
-        "family": planned.get("family", ""),
+        "family": planned.get("family") or (family.name if family else "no table"),
         "strategy": case.strategy,
         "ranks": case.ranks,
         "backend": case.backend,
@@ -52,6 +58,7 @@ def base_record(case: Case, source: Source, row: Row | None, started: str) -> di
         "notes": list(source.notes),
         "expect": case.expect,
         **{name: planned.get(name) for name in PLANNED},
+        **dict.fromkeys(TIMINGS),
         "started": started,
         "ended": now(),
     }
@@ -94,7 +101,8 @@ class Collector:
     Attributes:
         cases: Those that the job is to settle.
         rows: The plan's row of each case id, where there is one.
-        planned: Strategy to (collectives, bytes) of one decode step at batch 1; missing where nothing is planned.
+        planned: Strategy to each rank's collectives and bytes of one decode step at batch 1; missing where
+            nothing is planned.
         close: Called with each finished record.
         measure: False when a case ends with its check and is not timed.
         blocks: Names of the blocks that the reference recorded.
@@ -107,7 +115,7 @@ class Collector:
     ranks: int
     cases: Sequence[Case]
     rows: Mapping[str, Row]
-    planned: Mapping[str, tuple[dict[str, int], int]]
+    planned: Mapping[str, Sequence[tuple[dict[str, int], int]]]
     close: Callable[[dict[str, Any]], None]
     measure: bool = True
     blocks: Sequence[str] = ()
@@ -120,7 +128,7 @@ class Collector:
     _parts: dict[tuple[Any, ...], dict[int, dict[str, Any]]] = field(default_factory=dict)
     _shape_reports: dict[tuple[Any, ...], Report] = field(default_factory=dict)
     _loads: dict[str, dict[int, dict[str, Any]]] = field(default_factory=dict)
-    _failed: dict[str, tuple[str, str]] = field(default_factory=dict)
+    _spreads: dict[str, dict[str, float]] = field(default_factory=dict)
     _started: str = field(default_factory=now)
 
     def __post_init__(self) -> None:
@@ -137,7 +145,9 @@ class Collector:
         elif kind == "loaded":
             self._loads.setdefault(event["strategy"], {})[rank] = dict(event)
         elif kind == "failed":
-            self._fail(event["strategy"], event["outcome"], event["reason"])
+            self._fail(event["strategy"], event.get("shape"), event["outcome"], event["reason"])
+        elif kind == "spread_checked" and rank == 0:
+            self._spreads[event["strategy"]] = {"rms": event["rms"], "kl": event["kl"]}
         elif kind == "checked" and (parts := self._all((kind, event["strategy"]), event)):
             self._checked(event["strategy"], parts)
         elif kind == "shape_checked" and (
@@ -192,25 +202,27 @@ class Collector:
     def _of(self, strategy: str) -> list[Case]:
         return [case for case in self.open.values() if case.strategy == strategy]
 
-    def _fail(self, strategy: str, outcome: str, reason: str) -> None:
-        # The rank where it happened says more than those that were told of it.
-        if strategy not in self._failed or "another rank" in self._failed[strategy][1]:
-            self._failed[strategy] = (outcome, reason)
-        if "another rank" not in reason:
-            for case in self._of(strategy):
+    def _fail(self, strategy: str, shape: list[int] | None, outcome: str, reason: str) -> None:
+        if OF_ANOTHER in reason:
+            return  # the rank where it happened says more than those that were told of it
+        for case in self._of(strategy):
+            if shape is None or [case.batch, case.context] == shape:
                 self._close(case, outcome, (reason,))
 
     def _checked(self, strategy: str, parts: list[dict[str, Any]]) -> None:
         report = equivalence.merge([Report.from_json(part["report"]) for part in parts], self.blocks)
-        counted, payload = parts[0]["counted"], max(int(part["payload"]) for part in parts)
+        busiest = max(parts, key=lambda part: int(part["payload"]))
+        counted, payload = busiest["counted"], int(busiest["payload"])
         reasons = list(report.reasons)
-        if any(part["counted"] != counted for part in parts):
-            reasons.append("the ranks count different collectives in one decode step")
-        if (planned := self.planned.get(strategy)) is not None and (counted, payload) != planned:
-            reasons.append(
-                f"a decode step asked for {counted} with {payload} bytes at batch 1, planned were {planned[0]} "
-                f"with {planned[1]}"
-            )
+        planned = self.planned.get(strategy)
+        for rank, part in enumerate(parts):
+            found = (part["counted"], int(part["payload"]))
+            if planned is not None and found != tuple(planned[rank]):
+                reasons.append(
+                    f"rank {rank}: a decode step asked for {found[0]} with {found[1]} bytes at batch 1, planned were "
+                    f"{planned[rank][0]} with {planned[rank][1]}"
+                )
+                break
         checked = Checked(report, counted, payload, tuple(reasons))
         self.checks[strategy] = checked
         if not checked.right:
@@ -230,9 +242,21 @@ class Collector:
         case = next((c for c in self._of(strategy) if [c.batch, c.context] == shape), None)
         if case is None:
             return
-        digests = {tuple(part["tokens_digest"]) for part in parts}
+        shaped = self._shape_reports.get((strategy, *shape))
+        checked = self.checks.get(strategy)
+        if checked is None or not checked.right or shaped is None or shaped.outcome != "ok":
+            self._close(
+                case, "crashed", ("it was timed without having passed its check: a fault of shardbench",)
+            )
+            return
+        # Every block of a strategy decodes the same prompt, and so must all ranks.
+        digests = {digest for part in parts for digest in part["tokens_digest"]}
         if len(digests) > 1:
-            self._close(case, "wrong", ("the ranks decoded different tokens while they were timed",))
+            self._close(
+                case,
+                "wrong",
+                ("not the same tokens were decoded on all ranks and in all blocks while it was timed",),
+            )
             return
         first = parts[0]
         summary = statistics.summary(first["decode"])
@@ -270,8 +294,10 @@ class Collector:
             planned = self.planned.get(case.strategy)
             record["equivalence"] = {
                 **checked.to_json(),
-                "collectives_planned": planned[0] if planned else None,
+                "collectives_planned": max(planned, key=lambda step: step[1])[0] if planned else None,
             }
+            if case.strategy in self._spreads:
+                record["equivalence"]["timed_dtype"] = self._spreads[case.strategy]
             record["collectives_counted"] = checked.counted
         shaped = self._shape_reports.get((case.strategy, case.batch, case.context))
         if shaped is not None and "equivalence" in record:

@@ -15,7 +15,17 @@ from harness.apart import plan_apart
 from harness.cli import option_name, print_json
 from harness.errors import UsageError
 from harness.place import machine_memory, place
-from harness.request import Case, ModelRequest, Outcome, Settings, Sweep, expand, parse_sweep, read_sweep
+from harness.request import (
+    BACKENDS,
+    Case,
+    ModelRequest,
+    Outcome,
+    Settings,
+    Sweep,
+    expand,
+    parse_sweep,
+    read_sweep,
+)
 from harness.runs import OUTCOMES, RunStore
 from harness.terminal import console
 from sharding import rows, strategies
@@ -92,6 +102,7 @@ def verify(
     prompt: str | None,
     backend: str,
     deadline: float,
+    stall: float,
     keep_logs: Path | None,
     as_json: bool,
     **options: Any,
@@ -110,6 +121,7 @@ def verify(
         check_decode=decode_tokens,
         prompt=prompt,
         deadline_seconds=deadline,
+        stall_seconds=stall,
     )
     case = Case("verify", 0, found.name, ranks, "none" if ranks == 1 else backend, 1, 1, "ok")
     rows.check(model)
@@ -117,8 +129,13 @@ def verify(
         tokenize(model, prompt)
     logs = _log_folder(keep_logs)
     records: list[dict[str, Any]] = []
-    with place(None) as here, progress.display(1, f"verify {strategy}", quiet=as_json) as shown:
-        Runner(here.place, [model], settings, logs, records.append, shown, measure=False).run([case])
+    try:
+        with place(None) as here, progress.display(1, f"verify {strategy}", quiet=as_json) as shown:
+            Runner(here.place, [model], settings, logs, records.append, shown, measure=False).run([case])
+    except BaseException:
+        if keep_logs is None:
+            shutil.rmtree(logs, ignore_errors=True)
+        raise
     record = records[0]
     equivalence = dict(record.get("equivalence") or {})
     answer = {
@@ -208,6 +225,8 @@ def run(
             f"{complete} holds the whole request, so {', '.join(map(option_name, more))} would change nothing: "
             f"leave {'it' if len(more) == 1 else 'them'} out"
         )
+    if cluster is not None and resume is None and not (source or "").endswith(".toml"):
+        backend = _backend(cluster, backend if "backend" in given else None)
     if resume is not None:
         if source is not None:
             raise UsageError(
@@ -230,6 +249,21 @@ def run(
         )
     cases = expand(sweep, models)
     return execute(sweep, models, cases, store, cluster, out, as_json=as_json)
+
+
+def _backend(cluster: Path, asked: Sequence[str] | None) -> Sequence[str]:
+    """What the ranks of a cluster talk over: what is asked for, or what its file says."""
+    if asked is not None:
+        return asked
+    from harness.cluster import load_cluster
+
+    named = load_cluster(cluster).backend
+    if named not in BACKENDS:
+        raise UsageError(
+            f"{cluster}: backend {named!r} is not available in this release; "
+            f"give --backend {' or --backend '.join(BACKENDS)}"
+        )
+    return (named,)
 
 
 def _request(
@@ -293,6 +327,11 @@ def execute(
         rows.check(model)
         if sweep.settings.prompt is not None:
             tokenize(model, sweep.settings.prompt)
+    users_own = sorted({case.strategy for case in cases if ":" in case.strategy})
+    if cluster is not None and users_own:
+        raise UsageError(
+            f"--cluster: {users_own[0]} is not brought to the host in this release; run it there without --cluster"
+        )
     with place(cluster) as here:
         if store is None:
             request = {

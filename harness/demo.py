@@ -52,8 +52,12 @@ def main() -> int:
             f"{len(cases)} cases: check each against one rank, time those that are right", soft_wrap=True
         )
         status = commands.execute(sweep, models, cases, None, None, ROOT / "results", note="make run")
+    except answer.NoAnswer as error:
+        return cli.complain(str(error), status=1)
     except (UsageError, BadRequest) as error:
         return cli.complain(str(error))
+    except OSError as error:
+        return cli.complain(f"{error.filename or 'a file'}: {error.strerror or error}", status=1)
     except KeyboardInterrupt:
         return cli.complain("interrupted", status=130)
     if status == 0:

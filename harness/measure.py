@@ -211,7 +211,7 @@ def _burst(stream: Stream, count: int, clock: Clock) -> tuple[list[float], list[
             times.append(now - last)
         last = now
         done.append(y)
-        if n % CLEAR_EVERY == 0:
+        if n and n % CLEAR_EVERY == 0:
             mx.clear_cache()
     mx.eval(queued[0])
     return times, [*done, queued.popleft()]

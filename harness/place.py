@@ -68,7 +68,7 @@ def place(cluster: Path | None) -> Iterator[Here]:
     with SshHost(described.head_host) as host:
         memory = int(host.facts.get("memory") or 0) or machine_memory()
         env = {**rank_environment({}), **host.env}
-        facts = {"name": described.name, "hosts": [described.head], "backend": described.backend}
+        facts = {"name": described.name, "hosts": [described.head]}
         yield Here(Place(host, env, memory), facts)
 
 

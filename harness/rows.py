@@ -222,11 +222,18 @@ def _share(
     return found.value, found.interval
 
 
+def _side_by_side(record: Mapping[str, Any], reference: Mapping[str, Any]) -> bool:
+    """Whether two cases took turns in one launch, so that their i-th steps belong together."""
+    return record.get("interleaving") == reference.get("interleaving") == "burst" and record.get(
+        "log"
+    ) == reference.get("log")
+
+
 def _compare(record: Mapping[str, Any], reference: Mapping[str, Any]) -> statistics.Ratio | None:
     """Compare two cases by their samples; None when either has kept none."""
     mine, theirs = ((r.get("samples") or {}).get("decode") or [] for r in (record, reference))
     try:
-        return statistics.ratio(mine, theirs, interleaved=record.get("interleaving") == "burst")
+        return statistics.ratio(mine, theirs, interleaved=_side_by_side(record, reference))
     except (ValueError, TypeError):
         return None
 

@@ -8,6 +8,7 @@ ends.
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import tempfile
@@ -15,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,10 @@ class Runner:
     def _model(self, source: Source, cases: list[Case], scratch: Path) -> None:
         planned = self._plan(source, cases)
         feasible = [case for case in cases if case.id not in planned.settled]
+        if feasible and (reason := self._too_large(source)):
+            for case in feasible:
+                self._settle(case, source, planned.rows.get(case.id), "infeasible", [reason])
+            return
         if not feasible:
             return
         references = self._references(source, feasible, scratch)
@@ -110,6 +115,16 @@ class Runner:
             return
         for (ranks, backend), group in groupby(feasible, key=lambda case: (case.ranks, case.backend)):
             self._group(source, list(group), ranks, backend, planned, references)
+
+    def _too_large(self, source: Source) -> str:
+        """Why the whole model can't be run in float32, as it must be to be compared with; empty when it can."""
+        strategy = strategies.resolve(strategies.UPSTREAM, source.model_type)
+        whole = rows.make_rows(
+            replace(source, dtype="float32"), [strategy], [1], [1], [1], self.place.memory
+        )[0]
+        return (
+            f"the whole model in float32, to compare with: {whole.reasons[0]}" if whole.fits is False else ""
+        )
 
     def _settle(
         self, case: Case, source: Source, row: rows.Row | None, outcome: str, reasons: list[str]
@@ -122,18 +137,22 @@ class Runner:
         planned = Planned()
         for case in cases:
             strategy = strategies.resolve(case.strategy, source.model_type)
-            row = self._row(source, strategy, case, case.batch, self.place.memory // case.ranks)
+            memory = self.place.memory // case.ranks
+            row = self._row(source, strategy, case, case.batch, memory)
             planned.rows[case.id] = row
+            # Right or wrong is decided in float32 whatever is timed, so that must be possible, and is what is counted.
+            checked = replace(source, dtype="float32")
+            one = row
+            if row.valid and (source.dtype != "float32" or case.batch != 1):
+                one = self._row(checked, strategy, case, 1, memory)
             if not row.valid and strategy.users_own:
                 del planned.rows[case.id]  # it may still run on real ranks; how it fails there is what counts
-            elif not row.valid or row.fits is False:
+            elif not row.valid or row.fits is False or one.fits is False:
                 planned.settled.add(case.id)
-                self._settle(case, source, row, "infeasible", list(row.reasons))
-            elif (case.strategy, case.ranks) not in planned.steps:
-                one = row if case.batch == 1 else self._row(source, strategy, case, 1, None)
-                planned.steps[case.strategy, case.ranks] = (
-                    dict(one.collectives_per_token or {}),
-                    int(one.bytes_per_token or 0),
+                self._settle(case, source, row, "infeasible", list(row.reasons or one.reasons))
+            else:
+                planned.steps[case.strategy, case.ranks] = list(
+                    zip(one.collectives_per_rank, one.bytes_per_rank, strict=True)
                 )
         return planned
 
@@ -220,6 +239,11 @@ class Runner:
                 found.problem = ("crashed", what + event["reason"])
             elif kind == "spread":
                 found.spread = {name: event[name] for name in ("rms", "kl", "rows")}
+                if not all(map(math.isfinite, found.spread.values())):
+                    found.problem = (
+                        "crashed",
+                        f"the unsharded model gives no numbers in {source.dtype} here",
+                    )
             elif kind == "referenced":
                 found.blocks = event["blocks"]
 
@@ -227,12 +251,13 @@ class Runner:
         work = {**self._work(source, cases), "kind": "reference"}
         verdict = self._job(1, "none", work, {}, listen, alone=True)
         self.views += found.views
+        files = sorted((verdict.jobdir_copy / "rank-0").glob("*.safetensors"))
+        for path in files:
+            # Large, and of use only to the jobs of this run.
+            found.files[path.name] = Path(shutil.move(path, scratch / path.name))
         if verdict.outcome != "ok":
             found.problem = (verdict.outcome, f"the unsharded model: {verdict.reason}")
             return found
-        for path in sorted((verdict.jobdir_copy / "rank-0").glob("*.safetensors")):
-            # Large, and of use only to the jobs of this run.
-            found.files[path.name] = Path(shutil.move(path, scratch / path.name))
         return found
 
     def _group(
@@ -264,7 +289,7 @@ class Runner:
                 **self._work(source, remaining),
                 "kind": "ranks",
                 "strategies": names,
-                "planned": {name: list(step) for name, step in steps.items()},
+                "planned": {name: [list(rank) for rank in step] for name, step in steps.items()},
                 "measure": self.measure,
                 "interleaving": self._interleaving(remaining, planned, ranks),
                 "spread": references.spread,
@@ -310,12 +335,12 @@ class Planned:
     Attributes:
         rows: By case id.
         settled: Case ids that the plan has settled.
-        steps: (strategy, ranks) to collectives and bytes of one decode step at batch 1.
+        steps: (strategy, ranks) to each rank's collectives and bytes of one decode step at batch 1, in float32.
     """
 
     rows: dict[str, rows.Row] = field(default_factory=dict)
     settled: set[str] = field(default_factory=set)
-    steps: dict[tuple[str, int], tuple[dict[str, int], int]] = field(default_factory=dict)
+    steps: dict[tuple[str, int], list[tuple[dict[str, int], int]]] = field(default_factory=dict)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from sharding import collectives
+from sharding.load import Progress
 from sharding.placement import Placement, Share
 from sharding.plan import Plan
 from sharding.tree import assign, at, stages
@@ -62,7 +63,13 @@ class Pool:
 
 
 def shard(
-    model: nn.Module, plan: Plan, group: Any, *, pool: Pool | None = None, evaluate: bool = True
+    model: nn.Module,
+    plan: Plan,
+    group: Any,
+    *,
+    pool: Pool | None = None,
+    evaluate: bool = True,
+    progress: Progress = lambda: None,
 ) -> nn.Module:
     """Turn the whole model into this rank's share, in place.
 
@@ -72,6 +79,7 @@ def shard(
         group: The ranks; `rank()` and `size()` are what is used here.
         pool: Shares equal slices with other models of this process.
         evaluate: False leaves the slices lazy (for traces).
+        progress: Called after each layer.
 
     Returns:
         The same model. At world size 1 nothing is changed or wrapped.
@@ -93,6 +101,7 @@ def shard(
             if pool is not None:
                 for path in paths:
                     pool.add(path, at(model, path), plan.cuts[path], ranks)
+            progress()
     if ranks > 1:
         for path, attribute in plan.divide:
             host = at(model, path)
@@ -109,7 +118,7 @@ def wrapper(placement: Placement) -> type[collectives.Communicating]:
     return WRAPPERS[placement.reduce]
 
 
-def settle_shared(model: nn.Module, pool: Pool) -> None:
+def settle_shared(model: nn.Module, pool: Pool, progress: Progress = lambda: None) -> None:
     """Evaluate a model that foreign code has split, layer by layer, sharing arrays equal to the pool's."""
     for paths in stages(model):
         mx.eval([at(model, path) for path in paths])
@@ -119,3 +128,4 @@ def settle_shared(model: nn.Module, pool: Pool) -> None:
             assign(model, path, array)
             pool.add(plain, array)
         mx.clear_cache()
+        progress()

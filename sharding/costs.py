@@ -50,15 +50,19 @@ class Parameter:
         return 1.0
 
 
-def parameters(model: nn.Module, integers: Mapping[str, str] | None = None) -> list[Parameter]:
+def parameters(
+    model: nn.Module, integers: Mapping[str, str] | None = None, tied: bool | None = None
+) -> list[Parameter]:
     """Every array of a model.
 
     Args:
         model: Unevaluated is enough.
         integers: Names of integer lookup tables (see `Family.integers`).
+        tied: Whether the embedding is the head as well and so read whole; None: when there is no `lm_head`.
     """
     found = []
-    tied = not any(path.endswith("lm_head") for path, _ in model.named_modules())
+    if tied is None:
+        tied = not any(path.endswith("lm_head") for path, _ in model.named_modules())
     for path, module in model.named_modules():
         kind = type(module).__name__
         packed = "scales" in module and hasattr(module, "bits")
@@ -141,6 +145,7 @@ def _weights(
     top_k: int,
     quantising: bool,
 ) -> Weights:
+    by_path = {p.path: p for p in whole}
     full = {p.path: p.nbytes for p in whole}
     held = sum(shares.values())
     kept = sum(nbytes for path, nbytes in shares.items() if nbytes == full.get(path.replace(".inner.", ".")))
@@ -153,6 +158,13 @@ def _weights(
     return Weights(
         held=held,
         replicated=kept if ranks > 1 else 0,
-        read=round(sum(shares[p.path] * p.fraction(batch, top_k) for p in own)),
+        # Which part of a stack or table is read is a property of the whole model: a rank that holds a few whole
+        # experts still reads those that tokens are routed to out of all.
+        read=round(
+            sum(
+                shares[p.path] * by_path.get(p.path.replace(".inner.", "."), p).fraction(batch, top_k)
+                for p in own
+            )
+        ),
         load_peak=held + max(per_stage.values(), default=0),
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,6 +20,8 @@ from sharding.errors import BadRequest
 from sharding.families.registry import family_of
 from sharding.source import DTYPES, QUANTISATIONS, Source
 from sharding.tree import WRAPPER, at, parameters_of, renumber, stages
+
+Progress = Callable[[], None]
 
 
 def lazy(source: Source, *, values: bool = True) -> nn.Module:
@@ -164,8 +166,14 @@ def _load_checkpoint(model: nn.Module, source: Source) -> None:
     model.load_weights(list(tensors.items()))
 
 
-def settle(model: nn.Module) -> None:
-    """Evaluate the model one layer at a time, freeing what each layer was made from."""
+def settle(model: nn.Module, progress: Progress = lambda: None) -> None:
+    """Evaluate the model one layer at a time, freeing what each layer was made from.
+
+    Args:
+        model: As `lazy` makes it.
+        progress: Called after each layer.
+    """
     for paths in stages(model):
         mx.eval([at(model, path) for path in paths])
         mx.clear_cache()
+        progress()

@@ -31,7 +31,7 @@ class TableError(AssertionError):
 
 @dataclass(frozen=True)
 class Row:
-    """One line of `plan`; see DESIGN in the README for the meaning of each field.
+    """One line of `plan`.
 
     Per token means per decode step of the whole batch. Lists have one entry a rank.
     """
@@ -51,6 +51,8 @@ class Row:
     parameters: int
     collectives_per_token: dict[str, int] | None = None
     bytes_per_token: int | None = None
+    collectives_per_rank: tuple[dict[str, int], ...] = ()
+    bytes_per_rank: tuple[int, ...] = ()
     weight_bytes_per_rank: tuple[int, ...] = ()
     replicated_weight_bytes_per_rank: tuple[int, ...] = ()
     weight_bytes_read_per_token: tuple[int, ...] = ()
@@ -132,7 +134,9 @@ class _Planner:
         family = family_of(source.model_type)
         self.integers = family.integers if family else {}
         self.model = load.lazy(source, values=False)
-        self.whole = costs.parameters(self.model, self.integers)
+        named = source.config.get("tie_word_embeddings")
+        self.tied = named if isinstance(named, bool) else None
+        self.whole = costs.parameters(self.model, self.integers, self.tied)
         self.quantising = bool(
             source.quantize or (source.folder is None and source.config.get("quantization"))
         )
@@ -221,7 +225,7 @@ class _Planner:
         with tracing(group) as recording:
             try:
                 model = strategy.apply(clone(self.model), group, evaluate=False)
-                own = costs.parameters(model, self.integers)
+                own = costs.parameters(model, self.integers, self.tied)
                 return self._weights_of(own, ranks, batch), trace_step(model, recording, batch)
             except Rejected:
                 raise
@@ -284,6 +288,8 @@ class _Planner:
             reasons=reasons,
             collectives_per_token=busiest.counts(),
             bytes_per_token=busiest.payload(),
+            collectives_per_rank=tuple(step.counts() for step in steps),
+            bytes_per_rank=tuple(step.payload() for step in steps),
             weight_bytes_per_rank=tuple(w.held for w in weights),
             replicated_weight_bytes_per_rank=tuple(w.replicated for w in weights),
             weight_bytes_read_per_token=tuple(w.read for w in weights),

@@ -15,7 +15,7 @@ import mlx.nn as nn
 from sharding.apply import Pool, settle_shared, shard
 from sharding.errors import BadRequest, Rejected
 from sharding.families.registry import family_of
-from sharding.load import settle
+from sharding.load import Progress, settle
 from sharding.placement import Block
 from sharding.plan import Plan, Reading, read_table
 
@@ -83,7 +83,13 @@ class Strategy:
         return self.read(model).plan(ranks)
 
     def apply(
-        self, model: nn.Module, group: Any, *, pool: Pool | None = None, evaluate: bool = True
+        self,
+        model: nn.Module,
+        group: Any,
+        *,
+        pool: Pool | None = None,
+        evaluate: bool = True,
+        progress: Progress = lambda: None,
     ) -> nn.Module:
         """Turn the whole, unevaluated model into this rank's share.
 
@@ -95,10 +101,11 @@ class Strategy:
         """
         if group.size() == 1:
             if evaluate:
-                settle(model)
+                settle(model, progress)
             return model
         if not self.foreign:
-            return shard(model, self.plan(model, group.size()), group, pool=pool, evaluate=evaluate)
+            plan = self.plan(model, group.size())
+            return shard(model, plan, group, pool=pool, evaluate=evaluate, progress=progress)
         assert self.function is not None
         replaced = self.function(model, group)
         result = model if replaced is None else replaced
@@ -108,7 +115,7 @@ class Strategy:
             )
         result.eval()
         if evaluate:
-            settle_shared(result, pool if pool is not None else Pool())
+            settle_shared(result, pool if pool is not None else Pool(), progress)
         return result
 
 

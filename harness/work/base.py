@@ -54,10 +54,18 @@ class Worker:
         self.settings = self.work["settings"]
         self.shapes = [Shape(*pair) for pair in self.work["shapes"]]
         self._steps = 0
+        self._told = time.monotonic()
 
     def say(self, event: str, **fields: Any) -> None:
         """Emit an event."""
         self.context.emit({"event": event, **fields})
+
+    def sometimes(self, event: str, **fields: Any) -> None:
+        """Emit an event unless one was emitted so a moment ago: for loops of unknown speed."""
+        now = time.monotonic()
+        if now - self._told >= HEARTBEAT_SECONDS:
+            self._told = now
+            self.say(event, **fields)
 
     def begin(self, phase: str, strategies: list[str], shape: Shape | None = None) -> None:
         """Say what comes next, so that a rank that dies is known by what it was doing."""

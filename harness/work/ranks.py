@@ -34,7 +34,7 @@ class RanksWorker(Worker):
         self.strategies = [resolve(name, self.source.model_type) for name in self.work["strategies"]]
         self.together = self.work["interleaving"] == "burst"
         # Equal slices of several strategies are held once, where the models are held together at all.
-        self.pool = Pool() if self.together else None
+        self.pool: Pool | None = Pool() if self.together else None
         self.models: dict[str, nn.Module] = {}
         jobdir = self.context.jobdir
         self.reference = Reference.load(jobdir / "check.safetensors")
@@ -46,6 +46,7 @@ class RanksWorker(Worker):
         self.at_shape = {s: Reference.load(jobdir / f"{s.name}.safetensors") for s in self.shapes}
         self.wrong_at: list[list[Any]] = []
         right = [strategy for strategy in self.strategies if self._check(strategy)]
+        self.pool = None  # it would keep the arrays of strategies that are not timed
         del self.reference, self.ragged
         gc.collect()
         for shape in self.shapes:
@@ -55,41 +56,51 @@ class RanksWorker(Worker):
         return 0
 
     def _load(self, strategy: Strategy, dtype: str) -> nn.Module:
+        pool = self.pool if dtype == self.source.dtype else None
+        before, shared = mx.get_active_memory(), pool.shared_bytes if pool is not None else 0
         mx.reset_peak_memory()
         start = time.perf_counter()
-        pool = self.pool if dtype == self.source.dtype else None
-        model = strategy.apply(self.whole(dtype), self.group, pool=pool)
+        model = strategy.apply(
+            self.whole(dtype),
+            self.group,
+            pool=pool,
+            progress=lambda: self.sometimes("progress", what=f"load {strategy.name}"),
+        )
         self.say(
             "loaded",
             strategy=strategy.name,
             seconds=time.perf_counter() - start,
-            peak_bytes=mx.get_peak_memory(),
-            active_bytes=mx.get_active_memory(),
-            shared_bytes=pool.shared_bytes if pool is not None else 0,
+            # Of this model alone: those loaded before it are held beside it.
+            peak_bytes=max(0, mx.get_peak_memory() - before),
+            shared_bytes=pool.shared_bytes - shared if pool is not None else 0,
         )
         return model
 
-    def _attempt(self, strategy: Strategy, what: str, work: Callable[[], Any]) -> Any:
-        """Run a piece of foreign or fallible work on every rank; None when any rank failed, which is told."""
+    def _attempt(
+        self, strategy: Strategy, what: str, work: Callable[[], Any], shape: Shape | None = None
+    ) -> Any:
+        """Run a piece of foreign or fallible work on every rank; None when any rank failed, which is told.
+
+        With a shape, only the case of that shape has failed.
+        """
         result = None
         reason = ""
+        place = {"strategy": strategy.name, "shape": shape and [shape.batch, shape.context]}
         try:
             result = work()
         except Rejected as rejected:
-            self.say("failed", strategy=strategy.name, outcome="infeasible", reason=str(rejected))
+            self.say("failed", **place, outcome="infeasible", reason=str(rejected))
             reason = str(rejected)
         except (
             Exception,
             SystemExit,
-        ) as error:  # Foreign code may raise anything; the traceback is for the log.
+        ) as error:  # Foreign code may raise anything: the log has the traceback.
             traceback.print_exc()
             reason = f"{what} raised {one_line(error)}"
-            self.say("failed", strategy=strategy.name, outcome="crashed", reason=reason)
+            self.say("failed", **place, outcome="crashed", reason=reason)
         failed = exchange.any_rank(self.group, bool(reason))
         if failed and not reason:
-            self.say(
-                "failed", strategy=strategy.name, outcome="crashed", reason=f"{what} failed on another rank"
-            )
+            self.say("failed", **place, outcome="crashed", reason=f"{what} failed on another rank")
         return None if failed else result
 
     def _check(self, strategy: Strategy) -> bool:
@@ -98,18 +109,20 @@ class RanksWorker(Worker):
         model = self._attempt(strategy, strategy.name, lambda: self._load(strategy, "float32"))
         if model is None:
             return False
+        whose = f"{strategy.name}'s model"
         self.begin("check", [strategy.name])
-        report = self._attempt(strategy, f"{strategy.name}'s model", lambda: self._report(model))
+        report = self._attempt(strategy, whose, lambda: self._report(model))
         if report is None:
             return False
-        counted, payload = self._attempt(
-            strategy, f"{strategy.name}'s model", lambda: self._count(model)
-        ) or (None, None)
-        if counted is None:
+        counts = self._attempt(strategy, whose, lambda: self._count(model))
+        if counts is None:
             return False
+        counted, payload = counts
         self.say("checked", strategy=strategy.name, report=report.to_json(), counted=counted, payload=payload)
         planned = self.work["planned"].get(strategy.name)
-        fine = report.outcome == "ok" and (planned is None or (counted, payload) == tuple(planned))
+        fine = report.outcome == "ok" and (
+            planned is None or [counted, payload] == planned[self.context.rank]
+        )
         same = exchange.equal(self.group, report.tokens_digest)
         if exchange.any_rank(self.group, not fine) or not same:
             return False
@@ -143,7 +156,10 @@ class RanksWorker(Worker):
 
     def _check_shape(self, strategy: Strategy, model: nn.Module, shape: Shape) -> bool:
         report = self._attempt(
-            strategy, f"{strategy.name}'s model", lambda: equivalence.verify(model, self.at_shape[shape])
+            strategy,
+            f"{strategy.name}'s model",
+            lambda: equivalence.verify(model, self.at_shape[shape]),
+            shape,
         )
         if report is None:
             return False
@@ -167,6 +183,7 @@ class RanksWorker(Worker):
         if own is None:
             return None
         reasons = precision.check_spread(own, precision.Spread(**self.work["spread"]))
+        self.say("spread_checked", strategy=strategy.name, rms=own.rms, kl=own.kl)
         if reasons:
             self.say("failed", strategy=strategy.name, outcome="wrong", reason=reasons[0])
         return None if exchange.any_rank(self.group, bool(reasons)) else model
@@ -195,7 +212,7 @@ class RanksWorker(Worker):
                     ).items()
                 }
             else:
-                prefills, decodes = self._one_at_a_time(strategies, prompts)
+                prefills, decodes = self._one_at_a_time(strategies, prompts, shape)
         used = launcher.stop()
         for name in names:
             warm = [s for series in decodes[name] for s in series.warmup]
@@ -215,13 +232,17 @@ class RanksWorker(Worker):
             )
 
     def _one_at_a_time(
-        self, strategies: list[Strategy], prompts: list[mx.array]
+        self, strategies: list[Strategy], prompts: list[mx.array], shape: Shape
     ) -> tuple[dict[str, measure.Prefill], dict[str, list[measure.Series]]]:
         found: dict[str, list[measure.Prefill]] = {s.name: [] for s in strategies}
 
         def builder(strategy: Strategy) -> Callable[[], measure.Stream]:
             def build() -> measure.Stream:
                 model = self._load(strategy, self.source.dtype)
+                if self.source.dtype == "float32":  # foreign code may do something else the second time
+                    report = equivalence.verify(model, self.at_shape[shape])
+                    if report.outcome != "ok":
+                        raise RuntimeError(f"{strategy.name} loaded again is wrong: {report.reasons[0]}")
                 exchange.barrier(self.group)
                 prefills, streams = measure.prefills({strategy.name: model}, prompts, clock=self.clock)
                 found[strategy.name].append(prefills[strategy.name])

@@ -14,6 +14,7 @@ from harness.prompts import ragged_lengths
 from harness.ragged import RaggedUnsupportedError, take_ragged
 from harness.reference import BrokenReferenceError, Reference, take_reference
 from harness.shapes import take_shape
+from harness.taps import RecordsTooLargeError
 from harness.work.base import Worker, one_line, prompt_of
 from sharding import load
 
@@ -23,19 +24,22 @@ class ReferenceWorker(Worker):
 
     def main(self) -> int:
         """Write the references that are asked for; files go into this rank's folder."""
+        try:
+            self._write()
+        except (BrokenReferenceError, RecordsTooLargeError) as error:
+            self.say("broken", reason=str(error))
+        return 0
+
+    def _write(self) -> None:
         self.say("rank", view=environment.rank_view(blas.loaded_blas()))
         self.begin("reference", [])
         model = self.whole("float32")
-        load.settle(model)
+        load.settle(model, lambda: self.sometimes("progress", what="load the whole model"))
         settings = self.settings
         prompt = prompt_of(self.work, settings["check_batch"], settings["check_prompt"])
-        try:
-            reference = take_reference(
-                model, prompt, settings["check_decode"], progress=lambda what: self.say("progress", what=what)
-            )
-        except BrokenReferenceError as error:
-            self.say("broken", reason=str(error))
-            return 0
+        reference = take_reference(
+            model, prompt, settings["check_decode"], progress=lambda what: self.say("progress", what=what)
+        )
         reference.save(self.context.folder / "check.safetensors")
         if settings["ragged"]:
             self._ragged(model, prompt)
@@ -56,7 +60,6 @@ class ReferenceWorker(Worker):
             peak_bytes=mx.get_peak_memory(),
             blocks=[str(block) for block in reference.blocks],
         )
-        return 0
 
     def _ragged(self, model: nn.Module, prompt: mx.array) -> None:
         batch, longest = prompt.shape

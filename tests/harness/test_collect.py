@@ -51,7 +51,7 @@ class Job:
 
     def __init__(self, cases: Sequence[Case], ranks: int = 2, **fields: Any) -> None:
         self.records: list[dict[str, Any]] = []
-        fields = {"planned": {"tensor": STEP, "upstream": STEP}, "rows": {}, **fields}
+        fields = {"planned": {"tensor": [STEP] * ranks, "upstream": [STEP] * ranks}, "rows": {}, **fields}
         self.ranks = ranks
         self.collector = Collector(SOURCE, ranks, cases, close=self.records.append, **fields)
 
@@ -86,6 +86,8 @@ class Job:
     def time(
         self, strategy: str, shape: Sequence[int] = (1, 8), ranks: Iterable[int] | None = None, **changes: Any
     ) -> None:
+        if (strategy, *shape) not in self.collector._shape_reports:
+            self.say("shape_checked", strategy=strategy, shape=list(shape), report=FINE.to_json())
         fields = {
             "decode": [0.010, 0.011, 0.012, 0.013, 0.014, 0.015, 0.016],
             "warmup": [0.5],
@@ -338,3 +340,30 @@ def test_what_is_no_event_of_ours_is_left_alone() -> None:
     job.say("progress", steps=4)
     assert job.records == []
     assert list(job.collector.open) == ["tensor B=1 C=8"]
+
+
+def test_what_was_never_checked_has_no_time() -> None:
+    """Times without a passed check, at the strategy or at the shape, are a fault of ours and never a result."""
+    job = Job([case("tensor")])
+    job.time("tensor")
+    assert job.outcomes() == {"tensor B=1 C=8": "crashed"}
+    assert job.records[0]["seconds_per_step"] is None
+
+
+def test_a_failure_at_one_shape_is_that_cases_alone() -> None:
+    """An exception at one batch leaves the other one to be timed."""
+    job = Job([case("tensor"), case("tensor", batch=4)])
+    job.check("tensor")
+    job.say("failed", [0], strategy="tensor", shape=[4, 8], outcome="crashed", reason="out of memory")
+    job.time("tensor")
+    assert job.outcomes() == {"tensor B=4 C=8": "crashed", "tensor B=1 C=8": "ok"}
+
+
+def test_ranks_may_be_planned_to_differ() -> None:
+    """A pipeline's ranks send and receive differently: each is held against its own plan."""
+    sends, receives = ({"send": 1}, 8), ({"recv_like": 1}, 8)
+    job = Job([case("tensor")], planned={"tensor": [sends, receives]})
+    job.check("tensor", ranks=[0], counted={"send": 1}, payload=8)
+    job.check("tensor", ranks=[1], counted={"recv_like": 1}, payload=8)
+    job.time("tensor")
+    assert job.outcomes() == {"tensor B=1 C=8": "ok"}

@@ -133,3 +133,21 @@ def test_a_quantised_llama(tmp_path: Path) -> None:
     request = ModelRequest(source=str(path), quantize="4bit")
     for record in check(request, ["tensor", "upstream"], 2, tmp_path / "logs").values():
         assert_right(record)
+
+
+def test_a_timed_dtype_below_float32(tmp_path: Path) -> None:
+    """float32 decides what is right, bfloat16 is then checked statistically and timed: ok, with both in the record."""
+    records: list[dict[str, Any]] = []
+    path = tmp_path / "llama.json"
+    path.write_text(json.dumps(LLAMA))
+    source = ModelRequest(source=str(path), dtype="bfloat16").resolve()
+    place = Place(LocalHost(), rank_environment(blas.preload()), machine_memory())
+    settings = Settings(check_prompt=21, check_decode=4, steps=6, warmup=1, prefills=1, stall_seconds=60)
+    case = Case("bf16", 0, "tensor", 2, "mpi", 1, 9, "ok")
+    Runner(place, [source], settings, tmp_path / "logs", records.append).run([case])
+    (record,) = records
+    assert record["outcome"] == "ok", record["reasons"]
+    assert record["dtype"] == "bfloat16"
+    assert record["seconds_per_step"] > 0
+    assert record["equivalence"]["relative_diff"] <= record["equivalence"]["tolerance"]
+    assert 0 < record["equivalence"]["timed_dtype"]["rms"] < 0.1

@@ -290,8 +290,8 @@ def play(
     for name in names:
         for rank in range(spec.ranks):
             tell({"rank": rank, "event": "begin", "phase": "check", "strategies": [name], "shape": None})
-        counted, payload = spec.work["planned"][name]
         for rank in range(spec.ranks):
+            counted, payload = spec.work["planned"][name][rank]
             tell(
                 {
                     "rank": rank,
@@ -302,6 +302,10 @@ def play(
                     "payload": payload,
                 }
             )
+        for shape in spec.work["shapes"]:
+            fields = {"strategy": name, "shape": shape, "report": FINE.to_json()}
+            for rank in range(spec.ranks):
+                tell({"rank": rank, "event": "shape_checked", **fields})
     for shape in spec.work["shapes"]:
         for rank in range(spec.ranks):
             tell({"rank": rank, "event": "begin", "phase": "time", "strategies": names, "shape": shape})

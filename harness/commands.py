@@ -6,51 +6,24 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
+from harness import ask
 from harness.apart import plan_apart
 from harness.cli import option_name, print_json
 from harness.errors import UsageError
 from harness.place import machine_memory, place
-from harness.request import (
-    BACKENDS,
-    Case,
-    ModelRequest,
-    Outcome,
-    Settings,
-    Sweep,
-    expand,
-    parse_sweep,
-    read_sweep,
-)
-from harness.runs import OUTCOMES, RunStore
+from harness.request import Case, Settings, Sweep, expand, parse_sweep, read_sweep
+from harness.runs import RunStore
 from harness.terminal import console
 from sharding import rows, strategies
 from sharding.source import Source
 
 WITH_A_REQUEST = frozenset({"source", "resume", "cluster", "out", "as_json"})
 """Options of `run` that mean something beside a SWEEP.toml or a run to resume."""
-
-
-def _model_request(source: str, options: Mapping[str, Any]) -> ModelRequest:
-    """SOURCE and its options as one model of a sweep."""
-    pairs = {}
-    for item in options["sets"]:
-        key, equals, raw = item.partition("=")
-        if not equals or not key:
-            raise UsageError(f"--set {item!r}: expected key=value")
-        pairs[key] = raw
-    return ModelRequest(
-        source=source,
-        set=pairs,
-        layers=options["layers"],
-        quantize=options["quantize"],
-        dtype=options["dtype"],
-        seed=options["seed"],
-    )
 
 
 def _user_path() -> None:
@@ -73,7 +46,7 @@ def plan(
     from harness import plan_table
 
     _user_path()
-    model = _model_request(source, options).resolve(fetch_weights=False)
+    model = ask.model_of(source, options).resolve(fetch_weights=False)
     names = strategy or strategies.built_in(model.model_type)
     found = [strategies.resolve(name, model.model_type) for name in names]
     made: list[rows.Row] = []
@@ -113,7 +86,7 @@ def verify(
     from harness.tokens import tokenize
 
     _user_path()
-    model = _model_request(source, options).resolve()
+    model = ask.model_of(source, options).resolve()
     found = strategies.resolve(strategy, model.model_type)
     settings = Settings(
         check_batch=batch,
@@ -200,16 +173,6 @@ def _last_log(logs: Path) -> str | None:
 
 def run(
     source: str | None,
-    strategy: Sequence[str] | None,
-    ranks: Sequence[int],
-    backend: Sequence[str],
-    batch: Sequence[int],
-    context: Sequence[int],
-    steps: int | None,
-    prompt: str | None,
-    expect: Sequence[str],
-    deadline: float | None,
-    stall: float | None,
     cluster: Path | None,
     out: Path,
     resume: str | None,
@@ -225,8 +188,7 @@ def run(
             f"{complete} holds the whole request, so {', '.join(map(option_name, more))} would change nothing: "
             f"leave {'it' if len(more) == 1 else 'them'} out"
         )
-    if cluster is not None and resume is None and not (source or "").endswith(".toml"):
-        backend = _backend(cluster, backend if "backend" in given else None)
+    store = None
     if resume is not None:
         if source is not None:
             raise UsageError(
@@ -240,71 +202,17 @@ def run(
             )
         sweep = parse_sweep(request["sweep"], str(store.path / "sweep.json"))
         models = [Source.from_json(model) for model in request["models"]]
+    elif source is None:
+        raise UsageError("SOURCE is missing; give a model, a SWEEP.toml, or --resume RUN")
+    elif complete:
+        sweep = read_sweep(Path(source))
+        models = [model.resolve(Path(source).parent) for model in sweep.models]
     else:
-        store = None
-        if source is None:
-            raise UsageError("SOURCE is missing; give a model, a SWEEP.toml, or --resume RUN")
-        sweep, models = _request(
-            source, strategy, ranks, backend, batch, context, steps, prompt, expect, deadline, stall, options
-        )
-    cases = expand(sweep, models)
-    return execute(sweep, models, cases, store, cluster, out, as_json=as_json)
-
-
-def _backend(cluster: Path, asked: Sequence[str] | None) -> Sequence[str]:
-    """What the ranks of a cluster talk over: what is asked for, or what its file says."""
-    if asked is not None:
-        return asked
-    from harness.cluster import load_cluster
-
-    named = load_cluster(cluster).backend
-    if named not in BACKENDS:
-        raise UsageError(
-            f"{cluster}: backend {named!r} is not available in this release; "
-            f"give --backend {' or --backend '.join(BACKENDS)}"
-        )
-    return (named,)
-
-
-def _request(
-    source: str,
-    strategy: Sequence[str] | None,
-    ranks: Sequence[int],
-    backend: Sequence[str],
-    batch: Sequence[int],
-    context: Sequence[int],
-    steps: int | None,
-    prompt: str | None,
-    expect: Sequence[str],
-    deadline: float | None,
-    stall: float | None,
-    options: Mapping[str, Any],
-) -> tuple[Sweep, list[Source]]:
-    """A sweep from a TOML file, or from options."""
-    if source.endswith(".toml"):
-        path = Path(source)
-        sweep = read_sweep(path)
-        return sweep, [model.resolve(path.parent) for model in sweep.models]
-    expected: dict[str, Outcome] = {}
-    for item in expect:
-        name, _, outcome = item.rpartition("=")
-        if not name or outcome not in OUTCOMES:
-            raise UsageError(
-                f"--expect {item!r}: expected STRATEGY=OUTCOME, an outcome being {', '.join(OUTCOMES)}"
-            )
-        expected[name] = cast("Outcome", outcome)
-    given = {"steps": steps, "prompt": prompt, "deadline_seconds": deadline, "stall_seconds": stall}
-    sweep = Sweep(
-        models=(_model_request(source, options),),
-        strategies=tuple(strategy) if strategy else None,
-        ranks=tuple(ranks),
-        backends=tuple(backend),
-        batches=tuple(batch),
-        contexts=tuple(context),
-        expect=expected,
-        settings=Settings.model_validate({name: value for name, value in given.items() if value is not None}),
-    )
-    return sweep, [model.resolve() for model in sweep.models]
+        if cluster is not None and "backend" not in given:
+            options["backend"] = ask.backend_of(cluster)
+        sweep = ask.sweep_of(source, options)
+        models = [model.resolve() for model in sweep.models]
+    return execute(sweep, models, expand(sweep, models), store, cluster, out, as_json=as_json)
 
 
 def execute(
@@ -390,7 +298,7 @@ def synth(source: str, out: Path, **options: Any) -> int:
     """`shardbench synth`."""
     from sharding import synth as writer
 
-    model = _model_request(source, options).resolve()
+    model = ask.model_of(source, options).resolve()
     files = writer.write(model, out)
     size = sum(path.stat().st_size for path in files)
     console().print(

@@ -156,7 +156,9 @@ def test_nothing_of_this_machine_is_written_down() -> None:
         rf"https?://[^\s\"'/]*(?:{word})"
         for word in ("py" + "pi", "pythonhosted", "artifactory", "nexus", "devpi")
     ]
-    pattern = re.compile("|".join([*homes, *hosts, r"^--(?:extra-)?index-url|^--find-links"]), re.MULTILINE)
+    pattern = re.compile(
+        "|".join([*homes, *hosts, rf"^--(?:extra-)?index{'-'}url|^--find-links"]), re.MULTILINE
+    )
     place = f"{ROOT}{os.sep}"
     wrong = []
     for path in project_files():

@@ -43,7 +43,7 @@ class Family:
         name: The family's name.
         library: Package with the model code, `mlx_lm` or `mlx_vlm`.
         model_types: `model_type` of a config to the module below `<library>.models` that builds it.
-        strategies: Strategy name to its table. The first is the default.
+        strategies: Strategy name to its table.
         kinds: Config to the kind of each layer; `--layers` keeps every kind.
         keep: Config and kept layer numbers to the config of the smaller model.
         integers: Integer parameters by name, to the attribute of their module that bounds their values
